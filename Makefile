@@ -1,0 +1,68 @@
+# make            train_gpt2 and the data programs
+# make demo       the paper's idea in a few minutes: baseline against unified on a synthetic language
+# make test       all tests          make test-sanitize   the same under AddressSanitizer and UBSan, and valgrind
+# make data       the synthetic corpus that train_gpt2 reads by default
+# make clean      removes what make built; runs/ and data/ stay
+#
+# What must be installed: dev/setup.sh installs it on Debian and Ubuntu.
+
+CC     ?= cc
+BUILD  ?= build
+# -fno-math-errno, -fno-trapping-math: vectorize sqrt and comparisons. Never -ffast-math: it hides NaNs.
+CFLAGS ?= -O3 $(call accepts,-march=native,-mcpu=native)
+override CFLAGS += -std=gnu11 -Wall -Wextra -fno-math-errno -fno-trapping-math
+LDLIBS += -lcjson -lpcre2-8 -lz -lm
+
+# the first of the flags that the compiler accepts on an empty program, or nothing
+try     = $(shell echo 'int main(void){return 0;}' | $(CC) $(1) -x c - -o /dev/null 2>/dev/null && echo "$(1)")
+accepts = $(firstword $(foreach flag,$(1) $(2),$(call try,$(flag))))
+
+OPENMP := $(if $(NO_OMP),,$(call try,-fopenmp))
+ifeq ($(OPENMP)$(NO_OMP),)
+$(warning $(CC) has no OpenMP here: the programs will use one core)
+endif
+ifeq ($(OPENMP),)
+override CFLAGS += -Wno-unknown-pragmas
+endif
+override CFLAGS += $(OPENMP)
+
+HEADERS = data/tokenizer.h
+SANITIZE = -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g
+
+.PHONY: all demo data test test-sanitize clean
+.DELETE_ON_ERROR:
+all: train_gpt2 data/tokenize data/synth
+
+train_gpt2: train_gpt2.c $(HEADERS) Makefile
+	$(CC) $(CFLAGS) $< -o $@ $(LDFLAGS) $(LDLIBS)
+
+data/tokenize data/synth: %: %.c $(HEADERS) Makefile
+	$(CC) $(CFLAGS) $< -o $@ $(LDFLAGS) $(LDLIBS)
+
+data: data/synthetic/synth_val_000000.bin
+data/synthetic/synth_val_000000.bin: | data/synth
+	data/synth --out data/synthetic
+
+demo: train_gpt2 data/synth
+	@dev/demo.sh
+
+# Tests: one Criterion program a file. test_gpt2 runs in double, where finite differences have their digits, and
+# again in float; the rest drive the programs from outside.
+TESTS = $(BUILD)/test_gpt2_double $(BUILD)/test_gpt2_float $(BUILD)/test_cli $(BUILD)/test_tokenizer $(BUILD)/test_synth
+$(BUILD):
+	mkdir -p $@
+$(BUILD)/test_gpt2_double: test_gpt2.c train_gpt2.c $(HEADERS) Makefile | $(BUILD)
+	$(CC) $(CFLAGS) -DREAL=double $< -o $@ $(LDFLAGS) -lcriterion $(LDLIBS)
+$(BUILD)/test_gpt2_float: test_gpt2.c train_gpt2.c $(HEADERS) Makefile | $(BUILD)
+	$(CC) $(CFLAGS) $< -o $@ $(LDFLAGS) -lcriterion $(LDLIBS)
+$(BUILD)/test_%: dev/test/test_%.c train_gpt2.c data/synth.c data/tokenize.c $(HEADERS) Makefile | $(BUILD)
+	$(CC) $(CFLAGS) $< -o $@ $(LDFLAGS) -lcriterion $(LDLIBS)
+
+test: all $(TESTS)
+	@dev/test/run.sh $(TESTS)
+
+test-sanitize:
+	$(MAKE) BUILD=$(BUILD)/sanitize CFLAGS="-O1 $(SANITIZE)" sanitize-inner
+
+clean:
+	rm -rf $(BUILD) train_gpt2 data/tokenize data/synth

@@ -1,0 +1,2811 @@
+// scale-vector GPT: a readable CPU reference of "Negligible in Size, Significant in Effect:
+// On Scale Vectors in Large Language Models" (arXiv 2605.26895).
+//
+// Read it top to bottom. One idea shapes it: every scale vector is a reparameterization of a linear
+// map. What is trained is theta = (W, gamma, ...); what the model computes with is theta~, the
+// *effective* weights W~ = diag(gamma_a) W diag(gamma_b):
+//
+//     theta   --reparameterize_forward-->   theta~  --gpt_forward-->   loss        once a step | once a micro-batch
+//     dtheta  <--reparameterize_backward--  dtheta~ <--gpt_backward--
+//
+// so the model in room 5 is a plain Llama-style GPT that never sees a variant; all of the paper is in room 3.
+//
+//   1 configuration   2 parameters   3 scale vectors   4 layers    5 the model
+//   6 optimizers      7 data         8 checkpoints     9 sampling  10 main
+//
+// Letters: B batch, T time (sequence length), C channels, L layers, V vocabulary, H hidden size of the FFN,
+// NH query heads, KVH key/value heads, HS head size. Matrices are row-major; a linear map y = W x has W (rows, cols).
+// The file is C11 in the subset that is also C++20, because train_gpt2.cu includes it.
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <glob.h>
+#include <math.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+#include <zlib.h>          // crc32_z: checksums of checkpoints
+#include <cjson/cJSON.h>   // the JSON header of safetensors files
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+#include "data/tokenizer.h" // Tokenizer, SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_INTS
+
+// float in use; double in tests, where finite differences need the digits
+#ifndef REAL
+#define REAL float
+#endif
+typedef REAL real;
+
+#define NORM_EPS 1e-5 // Norm(x) = x / sqrt(mean(x^2) + NORM_EPS)  (ours: the paper gives no value)
+
+// ----------------------------------------------------------------------------------------------------
+// Errors: one line on stderr that names the thing, what was found and what was expected.
+// Exit status 2: the command line is wrong. Exit status 1: a file, the environment or the training is.
+
+static char fail_cleanup_dir[4096]; // an unfinished checkpoint that a failure must not leave behind
+static void remove_dir(const char *path);
+
+__attribute__((noreturn, format(printf, 4, 5)))
+static void fail_at(int status, const char *file, int line, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    fflush(stdout);
+    fprintf(stderr, "train_gpt2: ");
+    vfprintf(stderr, format, args);
+    if (status == 1) { fprintf(stderr, " (%s:%d)", file, line); }
+    fprintf(stderr, "\n");
+    va_end(args);
+    if (fail_cleanup_dir[0]) { remove_dir(fail_cleanup_dir); }
+    exit(status);
+}
+#define FAIL(...)  fail_at(1, __FILE__, __LINE__, __VA_ARGS__)
+#define USAGE(...) fail_at(2, __FILE__, __LINE__, __VA_ARGS__)
+
+// printf into memory of the right size; the caller frees it
+__attribute__((format(printf, 1, 2)))
+static char *text_format(const char *format, ...) {
+    char *text = NULL;
+    va_list args;
+    va_start(args, format);
+    if (vasprintf(&text, format, args) < 0) { FAIL("out of memory"); }
+    va_end(args);
+    return text;
+}
+
+// ----------------------------------------------------------------------------------------------------
+// 1. Configuration: one struct, and one options table that drives parsing, --help, the printed
+//    configuration and what a checkpoint stores.
+
+// A site is a kind of linear map; a scale vector belongs to a site.
+enum { SITE_Q, SITE_K, SITE_V, SITE_O, SITE_GATE, SITE_UP, SITE_DOWN, SITE_HEAD, NUM_SITES };
+static const char *const site_names[NUM_SITES] = {"q", "k", "v", "o", "gate", "up", "down", "head"};
+
+// Where a site's scale vectors stand, eq. 5-7. INPUT is the usual gamma of a Pre-Norm.
+enum { PLACE_NONE, PLACE_INPUT, PLACE_AP, PLACE_DP, PLACE_DNP };
+#define PLACE_CHOICES "none|input|ap|dp|dnp"
+
+enum { OFF, ON };
+enum { REPARAM_NONE, REPARAM_OR, REPARAM_ER };          // eq. 8, eq. 9
+enum { WD_ALL, WD_NONE, WD_INPUT, WD_OUTPUT };          // which scale vectors decay; IWD is WD_INPUT
+enum { OPTIMIZER_ADAMW, OPTIMIZER_MUON, OPTIMIZER_SGD };
+enum { SCHEDULE_COSINE, SCHEDULE_WSD, SCHEDULE_LINEAR, SCHEDULE_CONSTANT };
+
+#define MAX_OPTIONS 64
+typedef struct Config {
+    const char *model, *variant;                        // presets over the fields below
+    int layers, channels, heads, kv_heads, hidden, seq_len, vocab, tie_embeddings, qk_norm, post_norm;
+    int norm_scale, hg, placement[NUM_SITES], reparam, wd_scale;
+    int optimizer, schedule, batch, total_batch;
+    int64_t steps, seed;
+    double lr, warmup, decay_frac, final_lr_frac, weight_decay, beta1, beta2, eps;
+    double muon_momentum, sgd_momentum, grad_clip, tokens_per_param;
+    const char *data, *val_data, *tokenizer, *out, *resume, *prompt;
+    int64_t save_every, keep, val_every, val_batches, sample_every, sample, stop_at;
+    double temperature;
+    int top_k, threads, estimate, help;
+    unsigned char source[MAX_OPTIONS];                  // who set each option: enum Source
+} Config;
+enum Source { FROM_DEFAULT, FROM_CHECKPOINT, FROM_MODEL, FROM_VARIANT, FROM_FLAG };
+
+typedef enum { TYPE_INT, TYPE_LONG, TYPE_REAL, TYPE_CHOICE, TYPE_TEXT, TYPE_PLACEMENT, TYPE_SWITCH } OptionType;
+// What resuming does with an option: a checkpoint's FIXED options can't be changed, its KEPT ones hold
+// unless a flag says otherwise, LOCAL ones belong to the run at hand and aren't stored.
+typedef enum { FIXED, KEPT, LOCAL } OptionScope;
+
+typedef struct Option {
+    const char *group, *name;
+    OptionType type;
+    OptionScope scope;
+    size_t offset;                 // of the field in Config
+    const char *initial;
+    double low, high;              // range of a number, both ends allowed
+    const char *choices, *help;
+} Option;
+#define AT(field) offsetof(Config, field)
+#define AUTO (-1)                  // a real whose default depends on another option
+
+static const Option options[] = {
+    {"Model", "model", TYPE_TEXT, LOCAL, AT(model), "", 0, 0, NULL, "preset over the flags of this group: see the list below"},
+    {NULL, "layers", TYPE_INT, FIXED, AT(layers), "4", 1, 1024, NULL, "transformer blocks, L"},
+    {NULL, "channels", TYPE_INT, FIXED, AT(channels), "128", 2, 65536, NULL, "width of the residual stream, C"},
+    {NULL, "heads", TYPE_INT, FIXED, AT(heads), "2", 1, 1024, NULL, "query heads, NH"},
+    {NULL, "kv-heads", TYPE_INT, FIXED, AT(kv_heads), "0", 0, 1024, NULL, "key/value heads, KVH; 0: as many as query heads"},
+    {NULL, "hidden", TYPE_INT, FIXED, AT(hidden), "0", 0, 1048576, NULL, "hidden size of the FFN, H; 0: int(8 C / 3)"},
+    {NULL, "seq-len", TYPE_INT, FIXED, AT(seq_len), "256", 1, 1048576, NULL, "tokens in a sequence, T"},
+    {NULL, "vocab", TYPE_INT, FIXED, AT(vocab), "0", 0, 65536, NULL, "vocabulary, V; 0: the data's, rounded up to a multiple of 64"},
+    {NULL, "tie-embeddings", TYPE_CHOICE, FIXED, AT(tie_embeddings), "off", 0, 0, "off|on", "lm_head uses the embedding matrix"},
+    {NULL, "qk-norm", TYPE_CHOICE, FIXED, AT(qk_norm), "off", 0, 0, "off|on", "Output-Norm on the heads of q and k"},
+    {NULL, "post-norm", TYPE_CHOICE, FIXED, AT(post_norm), "off", 0, 0, "off|on", "Output-Norm on the attention and FFN outputs, as in Gemma"},
+
+    {"Scale vectors", "variant", TYPE_TEXT, LOCAL, AT(variant), "", 0, 0, NULL, "presets over the flags of this group, joined by '+': see the list below"},
+    {NULL, "norm-scale", TYPE_CHOICE, FIXED, AT(norm_scale), "on", 0, 0, "off|on", "off: no scale vector at all (section 2)"},
+    {NULL, "hg", TYPE_CHOICE, FIXED, AT(hg), "off", 0, 0, "off|on", "heterogeneity: a gamma_b for each branch (eq. 4)"},
+    {NULL, "placement", TYPE_PLACEMENT, FIXED, AT(placement), "input", 0, 0, PLACE_CHOICES, "where the scale vectors stand (eq. 5-7): one value, or a list like q=dnp,k=dnp,head=input over q k v gate up head and o down"},
+    {NULL, "reparam", TYPE_CHOICE, FIXED, AT(reparam), "none", 0, 0, "none|or|er", "how a scale vector is made (eq. 8, 9)"},
+    {NULL, "wd-scale", TYPE_CHOICE, KEPT, AT(wd_scale), "all", 0, 0, "all|none|input|output", "which scale vectors decay: those of Input-Norms, of Output-Norms"},
+
+    {"Training", "optimizer", TYPE_CHOICE, FIXED, AT(optimizer), "adamw", 0, 0, "adamw|muon|sgd", "muon: for the matrices of the blocks, AdamW for the rest"},
+    {NULL, "lr", TYPE_REAL, KEPT, AT(lr), "4e-3", 0, 100, NULL, "peak learning rate"},
+    {NULL, "schedule", TYPE_CHOICE, KEPT, AT(schedule), "cosine", 0, 0, "cosine|wsd|linear|constant", "course of the learning rate after warm-up"},
+    {NULL, "warmup", TYPE_REAL, KEPT, AT(warmup), "0.02", 0, 1, NULL, "share of the steps with linear warm-up"},
+    {NULL, "decay-frac", TYPE_REAL, KEPT, AT(decay_frac), "0.2", 0, 1, NULL, "wsd: share of the steps in the final decay"},
+    {NULL, "final-lr-frac", TYPE_REAL, KEPT, AT(final_lr_frac), "auto", 0, 1, NULL, "last rate over peak; auto: 0.05 for cosine, 0 for wsd and linear"},
+    {NULL, "weight-decay", TYPE_REAL, KEPT, AT(weight_decay), "0.1", 0, 100, NULL, "decoupled weight decay"},
+    {NULL, "beta1", TYPE_REAL, KEPT, AT(beta1), "0.9", 0, 0.999999, NULL, "AdamW: decay of the first moment"},
+    {NULL, "beta2", TYPE_REAL, KEPT, AT(beta2), "0.95", 0, 0.999999, NULL, "AdamW: decay of the second moment"},
+    {NULL, "eps", TYPE_REAL, KEPT, AT(eps), "1e-8", 1e-30, 1, NULL, "AdamW: added to the root of the second moment"},
+    {NULL, "muon-momentum", TYPE_REAL, KEPT, AT(muon_momentum), "0.95", 0, 0.999999, NULL, "Muon: Nesterov momentum"},
+    {NULL, "sgd-momentum", TYPE_REAL, FIXED, AT(sgd_momentum), "0", 0, 0.999999, NULL, "SGD: heavy-ball momentum"},
+    {NULL, "grad-clip", TYPE_REAL, KEPT, AT(grad_clip), "1", 0, 1e30, NULL, "largest global gradient norm; 0: no clipping"},
+    {NULL, "batch", TYPE_INT, KEPT, AT(batch), "8", 1, 65536, NULL, "sequences in a micro-batch, B"},
+    {NULL, "total-batch", TYPE_INT, KEPT, AT(total_batch), "0", 0, 1048576, NULL, "sequences in a step, a multiple of --batch; 0: --batch"},
+    {NULL, "steps", TYPE_LONG, KEPT, AT(steps), "300", 1, 1e12, NULL, "optimizer steps"},
+    {NULL, "tokens-per-param", TYPE_REAL, KEPT, AT(tokens_per_param), "0", 0, 1e6, NULL, "instead of --steps: train on this many tokens per parameter"},
+    {NULL, "seed", TYPE_LONG, FIXED, AT(seed), "1", 0, 1e15, NULL, "of initial weights and data order"},
+
+    {"Run", "data", TYPE_TEXT, KEPT, AT(data), "data/synthetic/synth_train_*.bin", 0, 0, NULL, "token shards: a file, a list a.bin,b.bin or a quoted glob"},
+    {NULL, "val-data", TYPE_TEXT, KEPT, AT(val_data), "auto", 0, 0, NULL, "validation shards; auto: --data with 'train...' replaced by 'val_*.bin'; none"},
+    {NULL, "tokenizer", TYPE_TEXT, KEPT, AT(tokenizer), "auto", 0, 0, NULL, "rank file (.tiktoken), or bytes; auto: a .tiktoken file beside --data, else bytes where V is 256"},
+    {NULL, "out", TYPE_TEXT, LOCAL, AT(out), "runs/default", 0, 0, NULL, "folder of this run: checkpoints, metrics.csv, timing.csv, config.txt"},
+    {NULL, "resume", TYPE_TEXT, LOCAL, AT(resume), "", 0, 0, NULL, "go on from a run's last checkpoint, or from one checkpoint folder"},
+    {NULL, "save-every", TYPE_LONG, LOCAL, AT(save_every), "0", 0, 1e12, NULL, "steps between checkpoints; 0: only at the end"},
+    {NULL, "keep", TYPE_LONG, LOCAL, AT(keep), "2", 0, 1e6, NULL, "checkpoints kept; 0: all"},
+    {NULL, "val-every", TYPE_LONG, KEPT, AT(val_every), "50", 0, 1e12, NULL, "steps between validations; 0: only at the end"},
+    {NULL, "val-batches", TYPE_LONG, KEPT, AT(val_batches), "20", 1, 1e9, NULL, "micro-batches in a validation, or as many as there are"},
+    {NULL, "sample-every", TYPE_LONG, LOCAL, AT(sample_every), "0", 0, 1e12, NULL, "steps between printed samples; 0: none"},
+    {NULL, "sample", TYPE_LONG, LOCAL, AT(sample), "0", 0, 1e6, NULL, "don't train: print this many tokens from --resume"},
+    {NULL, "prompt", TYPE_TEXT, LOCAL, AT(prompt), "", 0, 0, NULL, "text that samples go on from"},
+    {NULL, "temperature", TYPE_REAL, LOCAL, AT(temperature), "0.8", 0, 100, NULL, "of samples; 0: always the likeliest token"},
+    {NULL, "top-k", TYPE_INT, LOCAL, AT(top_k), "0", 0, 65536, NULL, "sample among the k likeliest tokens; 0: all"},
+    {NULL, "stop-at", TYPE_LONG, LOCAL, AT(stop_at), "0", 0, 1e12, NULL, "save and stop at this step of the schedule; 0: at its end"},
+    {NULL, "threads", TYPE_INT, LOCAL, AT(threads), "0", 0, 4096, NULL, "OpenMP threads; 0: all cores"},
+    {NULL, "estimate", TYPE_SWITCH, LOCAL, AT(estimate), "off", 0, 0, "off|on", "print parameters, memory and FLOPs, and stop before anything is allocated"},
+    {NULL, "help", TYPE_SWITCH, LOCAL, AT(help), "off", 0, 0, "off|on", "print this help"},
+};
+enum { NUM_OPTIONS = sizeof options / sizeof options[0] };
+
+// Presets are flags under a name; a flag of the command line wins over a preset.
+typedef struct Preset { const char *name, *flags; } Preset;
+#define PAPER " vocab=50304 total-batch=512 tokens-per-param=100"
+static const Preset model_presets[] = { // the paper's models, batch and peak rates
+    {"tiny",       "layers=4 channels=128 heads=2 seq-len=256"},
+    {"0.12b",      "layers=6 channels=768 heads=12 seq-len=1024 lr=4e-3" PAPER},
+    {"0.25b",      "layers=12 channels=1024 heads=16 seq-len=1024 lr=2e-3" PAPER},
+    {"0.5b",       "layers=18 channels=1280 heads=20 seq-len=4096 lr=2e-3" PAPER},
+    {"0.75b",      "layers=21 channels=1536 heads=24 seq-len=4096 lr=2e-3" PAPER},
+    {"1b",         "layers=22 channels=1792 heads=28 seq-len=4096 lr=1e-3" PAPER},
+    {"gemma-0.5b", "layers=18 channels=1280 heads=20 seq-len=4096 lr=2e-3 qk-norm=on post-norm=on" PAPER},
+};
+static const Preset variant_presets[] = {
+    {"noscale",  "norm-scale=off"},
+    {"baseline", ""},
+    {"hg",       "hg=on"},
+    {"ap",       "placement=ap"},
+    {"dp",       "placement=dp"},
+    {"dnp",      "placement=dnp"},
+    {"or",       "reparam=or"},
+    {"er",       "reparam=er"},
+    {"iwd",      "wd-scale=input"},
+    {"unified",  "hg=on placement=dnp reparam=or wd-scale=input"},
+};
+#define COUNT(array) ((int)(sizeof(array) / sizeof((array)[0])))
+
+// Edit distance between two names, to suggest the nearest one for a typo.
+static int edit_distance(const char *a, const char *b) {
+    int row[64], nb = (int)strlen(b);
+    if (nb > 62) { return 1000; }
+    for (int j = 0; j <= nb; j++) { row[j] = j; }
+    for (int i = 1; a[i - 1]; i++) {
+        int diagonal = row[0];
+        row[0] = i;
+        for (int j = 1; j <= nb; j++) {
+            int best = diagonal + (a[i - 1] != b[j - 1]);
+            diagonal = row[j];
+            if (row[j] + 1 < best) { best = row[j] + 1; }
+            if (row[j - 1] + 1 < best) { best = row[j - 1] + 1; }
+            row[j] = best;
+        }
+    }
+    return row[nb];
+}
+
+static int find_option(const char *name) {
+    for (int i = 0; i < NUM_OPTIONS; i++) { if (strcmp(options[i].name, name) == 0) { return i; } }
+    return -1;
+}
+
+// Index of word (n characters) in "a|b|c", or -1.
+static int find_choice(const char *choices, const char *word, size_t n) {
+    for (int i = 0;; i++) {
+        size_t length = strcspn(choices, "|");
+        if (length == n && strncmp(choices, word, n) == 0) { return i; }
+        if (!choices[length]) { return -1; }
+        choices += length + 1;
+    }
+}
+
+static void *option_field(const Option *o, const Config *cfg) { return (char *)(uintptr_t)cfg + o->offset; }
+
+// "dp" for the sites that a Pre-Norm feeds, or "q=dnp,o=dp": other sites keep input (o and down: none).
+static void placement_parse(int *placement, const char *text, const char *where) {
+    for (int s = 0; s < NUM_SITES; s++) { placement[s] = (s == SITE_O || s == SITE_DOWN) ? PLACE_NONE : PLACE_INPUT; }
+    if (!strchr(text, '=')) {
+        int place = find_choice(PLACE_CHOICES, text, strlen(text));
+        if (place < 0) { USAGE("%s: found \"%s\", expected one of " PLACE_CHOICES ", or a list like q=dnp,o=dp", where, text); }
+        for (int s = 0; s < NUM_SITES; s++) { if (s != SITE_O && s != SITE_DOWN) { placement[s] = place; } }
+        return;
+    }
+    unsigned seen = 0;
+    for (const char *item = text;;) {
+        size_t n = strcspn(item, ","), key = strcspn(item, "=");
+        int site = find_choice("q|k|v|o|gate|up|down|head", item, key);
+        int place = key < n ? find_choice(PLACE_CHOICES, item + key + 1, n - key - 1) : -1;
+        if (site < 0 || place < 0 || (seen >> site & 1)) {
+            USAGE("%s: found \"%.*s\" in the list, expected SITE=PLACE, each site once, SITE one of q k v o gate up down head, PLACE one of " PLACE_CHOICES, where, (int)n, item);
+        }
+        seen |= 1u << site;
+        placement[site] = place;
+        if (!item[n]) { break; }
+        item += n + 1;
+    }
+}
+
+// Sets one option from text; `where` names the source in messages, e.g. "--lr".
+static void option_set(Config *cfg, int index, const char *text, enum Source source, const char *where) {
+    const Option *o = &options[index];
+    void *field = option_field(o, cfg);
+    char *end = NULL;
+    cfg->source[index] = (unsigned char)source;
+    errno = 0;
+    switch (o->type) {
+    case TYPE_INT:
+    case TYPE_LONG: {
+        long long value = strtoll(text, &end, 10);
+        if (end == text || *end || errno || (double)value < o->low || (double)value > o->high) {
+            USAGE("%s: found \"%s\", expected a whole number from %.0f to %.0f", where, text, o->low, o->high);
+        }
+        if (o->type == TYPE_INT) { *(int *)field = (int)value; } else { *(int64_t *)field = value; }
+        break;
+    }
+    case TYPE_REAL: {
+        int automatic = strcmp(o->initial, "auto") == 0;
+        if (automatic && strcmp(text, "auto") == 0) { *(double *)field = AUTO; break; }
+        double value = strtod(text, &end);
+        if (end == text || *end || !isfinite(value) || value < o->low || value > o->high) {
+            USAGE("%s: found \"%s\", expected a number from %g to %g%s", where, text, o->low, o->high, automatic ? ", or auto" : "");
+        }
+        *(double *)field = value;
+        break;
+    }
+    case TYPE_SWITCH:
+    case TYPE_CHOICE: {
+        int value = find_choice(o->choices, text, strlen(text));
+        if (value < 0) { USAGE("%s: found \"%s\", expected one of %s", where, text, o->choices); }
+        *(int *)field = value;
+        break;
+    }
+    case TYPE_PLACEMENT: placement_parse((int *)field, text, where); break;
+    case TYPE_TEXT: {
+        char *copy = strdup(text); // lives as long as the program, like argv
+        if (!copy) { FAIL("out of memory"); }
+        *(const char **)field = copy;
+        break;
+    }
+    }
+}
+
+// Writes an option's value so that option_set reads the same value back. Returns `out`.
+static const char *option_text(const Config *cfg, int index, char *out, size_t size) {
+    const Option *o = &options[index];
+    const void *field = option_field(o, cfg);
+    switch (o->type) {
+    case TYPE_INT: snprintf(out, size, "%d", *(const int *)field); break;
+    case TYPE_LONG: snprintf(out, size, "%lld", (long long)*(const int64_t *)field); break;
+    case TYPE_TEXT: snprintf(out, size, "%s", *(const char *const *)field); break;
+    case TYPE_REAL: {
+        double value = *(const double *)field;
+        if (value == AUTO && strcmp(o->initial, "auto") == 0) { snprintf(out, size, "auto"); break; }
+        snprintf(out, size, "%.15g", value);
+        if (strtod(out, NULL) != value) { snprintf(out, size, "%.17g", value); }
+        break;
+    }
+    case TYPE_SWITCH:
+    case TYPE_CHOICE:
+    case TYPE_PLACEMENT: {
+        int sites = o->type == TYPE_PLACEMENT ? NUM_SITES : 1;
+        const int *values = (const int *)field;
+        size_t used = 0;
+        for (int s = 0; s < sites; s++) {
+            const char *word = o->choices;
+            for (int v = 0; v < values[s]; v++) { word += strcspn(word, "|") + 1; }
+            used += (size_t)snprintf(out + used, size - used, "%s%s%s%.*s", s ? "," : "", sites > 1 ? site_names[s] : "",
+                                     sites > 1 ? "=" : "", (int)strcspn(word, "|"), word);
+        }
+        break;
+    }
+    }
+    return out;
+}
+
+// Applies the flags of one preset: "a=1 b=2". What is set from a source that ranks above `source` stays.
+static void preset_apply(Config *cfg, const Preset *preset, enum Source source, const char *where) {
+    char *flags = text_format("%s", preset->flags), *save = NULL;
+    for (char *item = strtok_r(flags, " ", &save); item; item = strtok_r(NULL, " ", &save)) {
+        char *value = strchr(item, '=');
+        *value++ = '\0';
+        int index = find_option(item);
+        if (cfg->source[index] == FROM_FLAG) { continue; }
+        if (cfg->source[index] == source) { // two parts of --variant
+            char before[256], after[256];
+            option_text(cfg, index, before, sizeof before);
+            option_set(cfg, index, value, source, where);
+            if (strcmp(before, option_text(cfg, index, after, sizeof after)) != 0) {
+                USAGE("%s: its parts contradict each other: one sets --%s %s, another %s; expected parts that agree, or the flag itself", where, item, before, after);
+            }
+        }
+        option_set(cfg, index, value, source, where);
+    }
+    free(flags);
+}
+
+static const Preset *find_preset(const Preset *presets, int count, const char *name, size_t n, const char *where) {
+    char known[512] = "";
+    for (int i = 0; i < count; i++) {
+        if (strlen(presets[i].name) == n && strncmp(presets[i].name, name, n) == 0) { return &presets[i]; }
+        snprintf(known + strlen(known), sizeof known - strlen(known), "%s%s", i ? " " : "", presets[i].name);
+    }
+    USAGE("%s: found \"%.*s\", expected one of: %s", where, (int)n, name, known);
+}
+
+static void presets_apply(Config *cfg) {
+    if (cfg->model[0]) {
+        preset_apply(cfg, find_preset(model_presets, COUNT(model_presets), cfg->model, strlen(cfg->model), "--model"), FROM_MODEL, "--model");
+    }
+    if (!cfg->variant[0]) { return; }
+    static const char *const governed[] = {"norm-scale", "hg", "placement", "reparam", "wd-scale"};
+    for (int i = 0; i < COUNT(governed); i++) { // a variant says it all: nothing of a checkpoint's shines through
+        int index = find_option(governed[i]);
+        if (cfg->source[index] != FROM_FLAG) { option_set(cfg, index, options[index].initial, FROM_DEFAULT, "--variant"); }
+    }
+    for (const char *part = cfg->variant;;) {
+        size_t n = strcspn(part, "+");
+        preset_apply(cfg, find_preset(variant_presets, COUNT(variant_presets), part, n, "--variant"), FROM_VARIANT, "--variant");
+        if (!part[n]) { break; }
+        part += n + 1;
+    }
+}
+
+static void config_defaults(Config *cfg) {
+    memset(cfg, 0, sizeof *cfg);
+    for (int i = 0; i < NUM_OPTIONS; i++) { option_set(cfg, i, options[i].initial, FROM_DEFAULT, options[i].name); }
+}
+
+// Reads the flags: --name value or --name=value; a switch takes no value. Exits with status 2 on any error.
+static void config_parse_flags(Config *cfg, int argc, const char *const *argv) {
+    for (int i = 1; i < argc; i++) {
+        const char *flag = argv[i];
+        if (strncmp(flag, "--", 2) != 0) { USAGE("found \"%s\", expected a flag that begins with -- (see --help)", flag); }
+        char name[64];
+        snprintf(name, sizeof name, "%.*s", (int)strcspn(flag + 2, "="), flag + 2);
+        const char *value = strchr(flag, '=');
+        int index = find_option(name);
+        if (index < 0) {
+            int best = 0;
+            for (int j = 1; j < NUM_OPTIONS; j++) {
+                if (edit_distance(name, options[j].name) < edit_distance(name, options[best].name)) { best = j; }
+            }
+            USAGE("found unknown flag --%s, expected a flag of --help; the nearest is --%s", name, options[best].name);
+        }
+        const Option *o = &options[index];
+        if (cfg->source[index] == FROM_FLAG) { USAGE("--%s: found twice, expected once", name); }
+        if (o->type == TYPE_SWITCH) {
+            if (value) { USAGE("--%s: found a value (\"%s\"), expected none", name, value + 1); }
+            value = "on";
+        } else if (value) {
+            value++;
+        } else {
+            if (i + 1 >= argc || strncmp(argv[i + 1], "--", 2) == 0) { USAGE("--%s: found no value, expected one: %s", name, o->help); }
+            value = argv[++i];
+        }
+        char where[80];
+        snprintf(where, sizeof where, "--%s", name);
+        option_set(cfg, index, value, FROM_FLAG, where);
+    }
+}
+
+static int given(const Config *cfg, const char *name) { return cfg->source[find_option(name)] == FROM_FLAG; }
+
+// Fills in the values that depend on others and refuses contradictions. V may stay 0 until the data is open.
+static void config_resolve(Config *cfg) {
+    if (given(cfg, "steps") && given(cfg, "tokens-per-param")) {
+        USAGE("--steps and --tokens-per-param: found both, expected one: each sets the length of the run");
+    }
+    if (given(cfg, "steps")) { cfg->tokens_per_param = 0; }
+    if (cfg->kv_heads == 0) { cfg->kv_heads = cfg->heads; }
+    if (cfg->hidden == 0) { cfg->hidden = (int)(8 * (int64_t)cfg->channels / 3); }
+    if (cfg->total_batch == 0) { cfg->total_batch = cfg->batch; }
+    if (cfg->final_lr_frac == AUTO) { cfg->final_lr_frac = cfg->schedule == SCHEDULE_COSINE ? 0.05 : 0; }
+    if (cfg->channels % cfg->heads != 0) { USAGE("--channels %d --heads %d: expected channels to be a multiple of heads", cfg->channels, cfg->heads); }
+    int head_size = cfg->channels / cfg->heads;
+    if (head_size % 2 != 0 || head_size > 256) { USAGE("--channels %d --heads %d: found a head size of %d, expected an even one up to 256 (RoPE turns pairs)", cfg->channels, cfg->heads, head_size); }
+    if (cfg->heads % cfg->kv_heads != 0) { USAGE("--heads %d --kv-heads %d: expected heads to be a multiple of kv-heads", cfg->heads, cfg->kv_heads); }
+    if (cfg->total_batch % cfg->batch != 0) { USAGE("--total-batch %d --batch %d: expected total-batch to be a multiple of batch", cfg->total_batch, cfg->batch); }
+    if (cfg->schedule == SCHEDULE_WSD && cfg->warmup + cfg->decay_frac > 1) { USAGE("--warmup %g --decay-frac %g: expected shares that sum to at most 1", cfg->warmup, cfg->decay_frac); }
+    if (given(cfg, "decay-frac") && cfg->schedule != SCHEDULE_WSD) { USAGE("--decay-frac: found with another --schedule, expected --schedule wsd, the one that has a final decay"); }
+    if (!cfg->norm_scale) {
+        if (cfg->hg) { USAGE("--norm-scale off and --hg on contradict each other: there is no scale vector to make heterogeneous"); }
+        if (cfg->reparam) { USAGE("--norm-scale off and --reparam or|er contradict each other: there is no scale vector to reparameterize"); }
+        for (int s = 0; s < NUM_SITES; s++) {
+            if (cfg->placement[s] == PLACE_AP || cfg->placement[s] == PLACE_DP) {
+                USAGE("--norm-scale off and --placement %s=ap|dp contradict each other: there is no scale vector to place (dnp keeps its norm)", site_names[s]);
+            }
+        }
+    }
+    if (cfg->sample > 0 && !cfg->resume[0]) { USAGE("--sample: found without --resume, expected --resume RUN, the model to sample from"); }
+    if (given(cfg, "threads") && cfg->threads > 1) {
+#ifndef _OPENMP
+        USAGE("--threads: found %d, expected 1: this program was built without OpenMP", cfg->threads);
+#endif
+    }
+}
+
+static void print_help(void) {
+    printf("usage: train_gpt2 [--flag value]...\nTrains a GPT with the scale vectors of arXiv 2605.26895.\n");
+    for (int i = 0; i < NUM_OPTIONS; i++) {
+        const Option *o = &options[i];
+        if (o->group) { printf("\n%s\n", o->group); }
+        char left[96];
+        snprintf(left, sizeof left, "--%s %s", o->name, o->type == TYPE_SWITCH ? "" : o->type == TYPE_CHOICE || o->type == TYPE_PLACEMENT ? o->choices : o->type == TYPE_TEXT ? "TEXT" : "N");
+        printf("  %-38s %s%s%s%s\n", left, o->help, o->type == TYPE_SWITCH || !o->initial[0] ? "" : " [", o->type == TYPE_SWITCH ? "" : o->initial, o->type == TYPE_SWITCH || !o->initial[0] ? "" : "]");
+    }
+    printf("\nPresets of --model (flags of the command line win)\n");
+    for (int i = 0; i < COUNT(model_presets); i++) { printf("  %-11s %s\n", model_presets[i].name, model_presets[i].flags); }
+    printf("\nPresets of --variant (join with '+', e.g. hg+dp+or)\n");
+    for (int i = 0; i < COUNT(variant_presets); i++) { printf("  %-11s %s\n", variant_presets[i].name, variant_presets[i].flags); }
+}
+
+// ----------------------------------------------------------------------------------------------------
+// 2. Parameters: one table, built from the Config. A parameter's role decides its weight decay, its
+//    optimizer and its initial value, here and nowhere else.
+
+typedef enum { ROLE_EMBEDDING, ROLE_MATRIX, ROLE_RESIDUAL, ROLE_HEAD, ROLE_GAMMA_B, ROLE_GAMMA_A, ROLE_GAMMA_NORM, NUM_ROLES } Role;
+typedef enum { DECAY_ALWAYS, DECAY_INPUT, DECAY_OUTPUT } DecayClass;
+
+typedef struct RoleInfo { const char *name, *what; DecayClass decay; int muon; double init_std; } RoleInfo;
+#define INIT_STD 0.02 // (ours)
+static const RoleInfo role_table[NUM_ROLES] = {
+    {"embedding",  "token embedding",                              DECAY_ALWAYS, 0, INIT_STD},
+    {"matrix",     "W_q, W_k, W_v, W_gate, W_up",                  DECAY_ALWAYS, 1, INIT_STD},
+    {"residual",   "W_o, W_down: init over sqrt(2 L)",             DECAY_ALWAYS, 1, INIT_STD},
+    {"head",       "lm_head",                                      DECAY_ALWAYS, 0, INIT_STD},
+    {"gamma_b",    "scale before a linear map (Input-Norm)",       DECAY_INPUT,  0, 0},
+    {"gamma_a",    "scale after a map, foldable (as Input-Norm)",  DECAY_INPUT,  0, 0}, // (ours: it can be absorbed by its map)
+    {"gamma_norm", "scale after an Output-Norm",                   DECAY_OUTPUT, 0, 0},
+};
+
+typedef struct Param {
+    char name[80];         // e.g. "layers.3.q.weight", "layers.3.q.gamma_b", "layers.3.q.gamma_b.alpha"
+    Role role;
+    int layer;             // -1 outside the blocks
+    int64_t rows, cols;    // a vector has one row
+    int64_t offset;        // of its first element in theta and dtheta
+    int beta;              // of an OR/ER vector alpha: the index of its scalar beta, else -1
+    int64_t gamma;         // of a scale vector: offset of its effective values in GPT.gamma, else -1
+    int64_t m, v;          // offsets of its moments in GPT.moments, or -1
+} Param;
+
+// A linear map and its scale vectors:  y = W~ x,  W~ = diag(gamma_a) W diag(gamma_b),  and where the site
+// has an Output-Norm (DNP, --qk-norm, --post-norm):  y = gamma_norm * Norm(W~ x).
+typedef struct LinearMap {
+    int site, layer;
+    int64_t rows, cols;
+    int weight;                     // index of W in the table
+    int gamma_a, gamma_b;           // indices of scale vectors in the table, or -1
+    int gamma_norm, norm;           // norm: 1 where there is an Output-Norm, with or without a scale vector
+    real *w_eff, *dw_eff;           // W~ and dL/dW~, (rows, cols)
+    real *norm_eff, *dnorm_eff;     // effective gamma_norm, or NULL
+} LinearMap;
+
+enum { MAPS_PER_LAYER = 7 };        // q k v o gate up down; lm_head is the last map of all
+
+typedef struct LayerActs {          // N = B T tokens; Q = (NH + 2 KVH) HS
+    real *x, *ln1, *ln1_rstd;       // (N,C) input of the block; (N,C) Norm(x); (N)
+    real *qkv_raw, *qkv_rstd, *qkv; // (N,Q) before and after Output-Norms and RoPE; (N, NH+2KVH)
+    real *att, *lse;                // (N,NH*HS); (B,NH,T)
+    real *o_raw, *o_rstd;           // (N,C); (N): only with an Output-Norm at o
+    real *x2, *ln2, *ln2_rstd;      // (N,C) after attention; (N,C); (N)
+    real *gu_raw, *gu_rstd, *gu;    // (N,2H) gate|up before and after Output-Norms; (N,2)
+    real *h;                        // (N,H) silu(gate) * up
+    real *down_raw, *down_rstd;     // (N,C); (N)
+} LayerActs;
+
+typedef struct GPT {
+    Config cfg;
+    int head_size, qkv_width;
+    Param *params;
+    int num_params;
+    LinearMap *maps;
+    int num_maps;
+    int64_t num_theta, num_gamma, num_moments;
+    // buffers, each allocated once
+    real *theta, *grads;            // theta and dL/dtheta; a W's place in grads holds dL/dW~ until reparameterize_backward
+    real *moments;                  // of the optimizer
+    real *gamma, *dgamma;           // effective scale vectors and their gradients
+    real *partial;                  // NUM_BLOCKS partial sums of the widest vector
+    real *muon;                     // work space of Newton-Schulz
+    LayerActs *acts;                // one a layer
+    real *x_final, *ln_final, *ln_final_rstd, *d_ln_final; // (N,C), (N,C), (N), (N,C)
+    real *logits;                   // (head_chunk,V): the only logits that ever exist
+    real *head_scratch;             // (NUM_BLOCKS,V), with a norm at the head
+    double *losses;                 // (N)
+    int32_t *inputs, *targets;      // (N) each
+    real *rope_cos, *rope_sin;      // (T,HS/2)
+    real *dx, *d_branch, *d_wide, *d_wide_raw, *d_att; // gradients of activations, reused by all layers
+    int64_t head_chunk;
+    int B, T;                       // of the last forward
+} GPT;
+
+enum { NUM_BLOCKS = 16 }; // sums over rows are split in so many parts, whatever the threads: same bits for any number of them
+
+static int gpt_param(GPT *m, Role role, int layer, int64_t rows, int64_t cols, const char *name) {
+    m->params = (Param *)realloc(m->params, (size_t)(m->num_params + 1) * sizeof(Param));
+    if (!m->params) { FAIL("out of memory"); }
+    Param *p = &m->params[m->num_params];
+    memset(p, 0, sizeof *p);
+    snprintf(p->name, sizeof p->name, "%s", name);
+    p->role = role;
+    p->layer = layer;
+    p->rows = rows;
+    p->cols = cols;
+    p->offset = m->num_theta;
+    p->beta = -1;
+    p->gamma = p->m = p->v = -1;
+    m->num_theta += rows * cols;
+    return m->num_params++;
+}
+
+// A scale vector: gamma itself, or alpha (n) and beta (1) of eq. 8 or 9.
+static int gpt_scale_vector(GPT *m, Role role, int layer, int64_t n, const char *prefix) {
+    char name[80];
+    snprintf(name, sizeof name, "%s.%s%s", prefix, role_table[role].name, m->cfg.reparam ? ".alpha" : "");
+    int index = gpt_param(m, role, layer, 1, n, name);
+    m->params[index].gamma = m->num_gamma;
+    m->num_gamma += n;
+    if (m->cfg.reparam) {
+        snprintf(name, sizeof name, "%s.%s.beta", prefix, role_table[role].name);
+        int beta = gpt_param(m, role, layer, 1, 1, name);
+        m->params[index].beta = beta;
+    }
+    return index;
+}
+
+static void map_prefix(const LinearMap *map, char *out, size_t size) {
+    if (map->layer < 0) { snprintf(out, size, "%s", site_names[map->site]); }
+    else { snprintf(out, size, "layers.%d.%s", map->layer, site_names[map->site]); }
+}
+
+static void gpt_map(GPT *m, int site, int layer, Role role, int64_t rows, int64_t cols) {
+    LinearMap *map = &m->maps[m->num_maps++];
+    memset(map, 0, sizeof *map);
+    map->site = site;
+    map->layer = layer;
+    map->rows = rows;
+    map->cols = cols;
+    map->gamma_a = map->gamma_b = map->gamma_norm = -1;
+    char prefix[64], name[80];
+    map_prefix(map, prefix, sizeof prefix);
+    snprintf(name, sizeof name, "%s.weight", prefix);
+    map->weight = site == SITE_HEAD && m->cfg.tie_embeddings ? 0 : gpt_param(m, role, layer, rows, cols, name);
+    int place = m->cfg.placement[site];
+    map->norm = place == PLACE_DNP || (m->cfg.qk_norm && (site == SITE_Q || site == SITE_K))
+             || (m->cfg.post_norm && (site == SITE_O || site == SITE_DOWN));
+}
+
+// Scale vectors of a group of maps that read the same input: {q,k,v}, {gate,up}, {o}, {down}, {head}.
+// Without --hg the group shares one gamma_b; what stands after a map is always that map's own.
+static void gpt_group_scales(GPT *m, LinearMap *maps, int count, const char *group) {
+    if (!m->cfg.norm_scale) { return; }
+    int shared = -1;
+    for (int i = 0; i < count; i++) {
+        LinearMap *map = &maps[i];
+        int place = m->cfg.placement[map->site];
+        char prefix[64];
+        map_prefix(map, prefix, sizeof prefix);
+        if (place == PLACE_INPUT || place == PLACE_DP || place == PLACE_DNP) {
+            if (m->cfg.hg || count == 1) {
+                map->gamma_b = gpt_scale_vector(m, ROLE_GAMMA_B, map->layer, map->cols, prefix);
+            } else {
+                char name[64];
+                snprintf(name, sizeof name, "layers.%d.%s", map->layer, group);
+                if (shared < 0) { shared = gpt_scale_vector(m, ROLE_GAMMA_B, map->layer, map->cols, name); }
+                map->gamma_b = shared;
+            }
+        }
+        if (place == PLACE_AP || place == PLACE_DP) { map->gamma_a = gpt_scale_vector(m, ROLE_GAMMA_A, map->layer, map->rows, prefix); }
+        if (map->norm) { map->gamma_norm = gpt_scale_vector(m, ROLE_GAMMA_NORM, map->layer, map->rows, prefix); }
+    }
+}
+
+// Builds the tables of parameters and maps. Nothing is allocated for the values yet.
+static void gpt_build(GPT *m, const Config *cfg) {
+    memset(m, 0, sizeof *m);
+    m->cfg = *cfg;
+    int64_t C = cfg->channels, H = cfg->hidden, V = cfg->vocab;
+    m->head_size = cfg->channels / cfg->heads;
+    int64_t q_rows = (int64_t)cfg->heads * m->head_size, kv_rows = (int64_t)cfg->kv_heads * m->head_size;
+    m->qkv_width = (int)(q_rows + 2 * kv_rows);
+    m->maps = (LinearMap *)calloc((size_t)(cfg->layers * MAPS_PER_LAYER + 1), sizeof(LinearMap));
+    if (!m->maps) { FAIL("out of memory"); }
+    gpt_param(m, ROLE_EMBEDDING, -1, V, C, "embedding.weight");
+    for (int l = 0; l < cfg->layers; l++) {
+        LinearMap *map = m->maps + m->num_maps;
+        gpt_map(m, SITE_Q, l, ROLE_MATRIX, q_rows, C); // q, k, v lie side by side, so that one product serves all three
+        gpt_map(m, SITE_K, l, ROLE_MATRIX, kv_rows, C);
+        gpt_map(m, SITE_V, l, ROLE_MATRIX, kv_rows, C);
+        gpt_map(m, SITE_O, l, ROLE_RESIDUAL, C, q_rows);
+        gpt_map(m, SITE_GATE, l, ROLE_MATRIX, H, C);   // and so do gate and up
+        gpt_map(m, SITE_UP, l, ROLE_MATRIX, H, C);
+        gpt_map(m, SITE_DOWN, l, ROLE_RESIDUAL, C, H);
+        gpt_group_scales(m, map + SITE_Q, 3, "attn");
+        gpt_group_scales(m, map + SITE_O, 1, "o");
+        gpt_group_scales(m, map + SITE_GATE, 2, "ffn");
+        gpt_group_scales(m, map + SITE_DOWN, 1, "down");
+    }
+    LinearMap *head = m->maps + m->num_maps;
+    gpt_map(m, SITE_HEAD, -1, ROLE_HEAD, V, C);
+    gpt_group_scales(m, head, 1, "head");
+    for (int i = 0; i < m->num_params; i++) { // moments: AdamW m and v, Muon m, SGD m where it has momentum
+        Param *p = &m->params[i];
+        int muon = cfg->optimizer == OPTIMIZER_MUON && role_table[p->role].muon, sgd = cfg->optimizer == OPTIMIZER_SGD;
+        if (!sgd || cfg->sgd_momentum > 0) { p->m = m->num_moments; m->num_moments += p->rows * p->cols; }
+        if (!sgd && !muon) { p->v = m->num_moments; m->num_moments += p->rows * p->cols; }
+    }
+}
+
+static LinearMap *gpt_layer_maps(const GPT *m, int layer) { return m->maps + (int64_t)layer * MAPS_PER_LAYER; }
+static LinearMap *gpt_head(const GPT *m) { return m->maps + m->num_maps - 1; }
+
+// Does this parameter decay? All but scale vectors do; those by --wd-scale.
+static int param_decays(const GPT *m, const Param *p) {
+    DecayClass decay = role_table[p->role].decay;
+    return decay == DECAY_ALWAYS || m->cfg.wd_scale == WD_ALL
+        || (decay == DECAY_INPUT && m->cfg.wd_scale == WD_INPUT) || (decay == DECAY_OUTPUT && m->cfg.wd_scale == WD_OUTPUT);
+}
+
+// splitmix64: a counter-based generator; the n-th number of a stream is random_u64(stream + n)
+static uint64_t random_u64(uint64_t x) {
+    x += 0x9E3779B97F4A7C15u;
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+    return x ^ (x >> 31);
+}
+static double random_uniform(uint64_t x) { return ((double)(random_u64(x) >> 11) + 0.5) / 9007199254740992.0; } // in (0,1)
+
+// Initial values. A tensor's numbers depend on the seed and its name alone, so that variants that differ
+// in their scale vectors start from the same matrices and can be compared in pairs.
+static void gpt_init(GPT *m) {
+    for (int i = 0; i < m->num_params; i++) {
+        const Param *p = &m->params[i];
+        real *w = m->theta + p->offset;
+        int64_t n = p->rows * p->cols;
+        double std = role_table[p->role].init_std;
+        if (std == 0) { // a scale vector: gamma = 1, that is alpha = beta = 1 with OR and alpha = beta = 0 with ER
+            for (int64_t j = 0; j < n; j++) { w[j] = m->cfg.reparam == REPARAM_ER ? (real)0 : (real)1; }
+            continue;
+        }
+        if (p->role == ROLE_RESIDUAL) { std /= sqrt(2.0 * m->cfg.layers); }
+        uint64_t stream = random_u64((uint64_t)m->cfg.seed) ^ crc32_z(0, (const unsigned char *)p->name, strlen(p->name));
+        stream = random_u64(stream);
+        #pragma omp parallel for schedule(static)
+        for (int64_t j = 0; j < n; j++) { // Box-Muller
+            double radius = sqrt(-2 * log(random_uniform(stream + 2 * (uint64_t)j)));
+            w[j] = (real)(std * radius * cos(2 * M_PI * random_uniform(stream + 2 * (uint64_t)j + 1)));
+        }
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------
+// 3. Scale vectors: the paper. theta -> theta~ once a step, dtheta~ -> dtheta once a step.
+//
+// A scale vector gamma (n) is made from what is trained by one of
+//     none   gamma = alpha
+//     OR     gamma = beta * Norm(alpha)                     eq. 8: magnitude and direction apart
+//     ER     gamma = e^beta * e^(alpha - mean(alpha))       eq. 9: the same in the exponent
+// and enters a linear map as W~ = diag(gamma_a) W diag(gamma_b) (section 3.4: the unified view).
+
+static void scale_vector_forward(real *gamma, const real *alpha, const real *beta, int64_t n, int reparam) {
+    if (reparam == REPARAM_NONE) { memcpy(gamma, alpha, (size_t)n * sizeof(real)); return; }
+    double sum = 0, squares = 0;
+    for (int64_t i = 0; i < n; i++) { sum += alpha[i]; squares += (double)alpha[i] * alpha[i]; }
+    if (reparam == REPARAM_OR) {
+        double rstd = 1 / sqrt(squares / (double)n + NORM_EPS);
+        for (int64_t i = 0; i < n; i++) { gamma[i] = (real)(*beta * rstd * alpha[i]); }
+    } else {
+        double mean = sum / (double)n;
+        for (int64_t i = 0; i < n; i++) { gamma[i] = (real)exp((double)*beta + alpha[i] - mean); }
+    }
+}
+
+// dalpha and dbeta (written, not accumulated) from dgamma.
+static void scale_vector_backward(real *dalpha, real *dbeta, const real *dgamma, const real *gamma,
+                                  const real *alpha, const real *beta, int64_t n, int reparam) {
+    if (reparam == REPARAM_NONE) { memcpy(dalpha, dgamma, (size_t)n * sizeof(real)); return; }
+    if (reparam == REPARAM_OR) { // unit = Norm(alpha): dbeta = <dgamma, unit>; dalpha is beta/rms times dgamma less its part along unit
+        double squares = 0, dot = 0;
+        for (int64_t i = 0; i < n; i++) { squares += (double)alpha[i] * alpha[i]; dot += (double)dgamma[i] * alpha[i]; }
+        double rstd = 1 / sqrt(squares / (double)n + NORM_EPS);
+        *dbeta = (real)(dot * rstd);
+        for (int64_t i = 0; i < n; i++) { dalpha[i] = (real)(*beta * rstd * (dgamma[i] - alpha[i] * rstd * rstd * dot / (double)n)); }
+    } else {                     // d gamma_i = gamma_i (dbeta + dalpha_i - mean(dalpha))
+        double dot = 0;
+        for (int64_t i = 0; i < n; i++) { dot += (double)dgamma[i] * gamma[i]; }
+        *dbeta = (real)dot;
+        for (int64_t i = 0; i < n; i++) { dalpha[i] = (real)((double)dgamma[i] * gamma[i] - dot / (double)n); }
+    }
+}
+
+// Effective scale vector of a table index, or NULL for none.
+static real *gpt_gamma(const GPT *m, int param) { return param < 0 ? NULL : m->gamma + m->params[param].gamma; }
+static real *gpt_dgamma(const GPT *m, int param) { return param < 0 ? NULL : m->dgamma + m->params[param].gamma; }
+
+static void reparameterize_forward(GPT *m) {
+    for (int i = 0; i < m->num_params; i++) {
+        const Param *p = &m->params[i];
+        if (p->gamma < 0) { continue; }
+        const real *beta = p->beta < 0 ? NULL : m->theta + m->params[p->beta].offset;
+        scale_vector_forward(m->gamma + p->gamma, m->theta + p->offset, beta, p->cols, m->cfg.reparam);
+    }
+    for (int i = 0; i < m->num_maps; i++) {
+        const LinearMap *map = &m->maps[i];
+        const real *w = m->theta + m->params[map->weight].offset, *a = gpt_gamma(m, map->gamma_a), *b = gpt_gamma(m, map->gamma_b);
+        if (map->w_eff == w) { continue; } // no scale vector: W~ is W itself
+        #pragma omp parallel for schedule(static)
+        for (int64_t r = 0; r < map->rows; r++) {
+            const real *from = w + r * map->cols, scale = a ? a[r] : (real)1;
+            real *to = map->w_eff + r * map->cols;
+            if (b) { for (int64_t c = 0; c < map->cols; c++) { to[c] = scale * from[c] * b[c]; } }
+            else   { for (int64_t c = 0; c < map->cols; c++) { to[c] = scale * from[c]; } }
+        }
+    }
+}
+
+// With G = dL/dW~:  dW = a G b,  da_i = sum_j G_ij W_ij b_j,  db_j = sum_i a_i G_ij W_ij.  G and dW share
+// their memory, but for a tied head, whose dW is added to that of the embedding.
+static void map_backward(GPT *m, const LinearMap *map) {
+    const real *w = m->theta + m->params[map->weight].offset, *a = gpt_gamma(m, map->gamma_a), *b = gpt_gamma(m, map->gamma_b);
+    real *da = gpt_dgamma(m, map->gamma_a), *db = gpt_dgamma(m, map->gamma_b), *dw = m->grads + m->params[map->weight].offset;
+    int64_t rows = map->rows, cols = map->cols;
+    real tied = dw == map->dw_eff ? (real)0 : (real)1;
+    #pragma omp parallel for schedule(static)
+    for (int block = 0; block < NUM_BLOCKS; block++) {
+        real *db_part = m->partial + block * cols;
+        memset(db_part, 0, (size_t)cols * sizeof(real));
+        for (int64_t r = rows * block / NUM_BLOCKS; r < rows * (block + 1) / NUM_BLOCKS; r++) {
+            const real *g = map->dw_eff + r * cols, *wr = w + r * cols, scale = a ? a[r] : (real)1;
+            real *out = dw + r * cols, dot = 0;
+            #pragma omp simd reduction(+:dot)
+            for (int64_t c = 0; c < cols; c++) {
+                real gb = b ? g[c] * b[c] : g[c];
+                dot += gb * wr[c];
+                db_part[c] += scale * g[c] * wr[c];
+                out[c] = tied * out[c] + scale * gb;
+            }
+            if (da) { da[r] += dot; }
+        }
+    }
+    if (!db) { return; }
+    for (int block = 0; block < NUM_BLOCKS; block++) { // in a fixed order: same bits for any number of threads
+        for (int64_t c = 0; c < cols; c++) { db[c] += m->partial[block * cols + c]; }
+    }
+}
+
+static void reparameterize_backward(GPT *m) {
+    for (int i = 0; i < m->num_maps; i++) {
+        const LinearMap *map = &m->maps[i];
+        if (map->w_eff != m->theta + m->params[map->weight].offset) { map_backward(m, map); }
+    }
+    for (int i = 0; i < m->num_params; i++) {
+        const Param *p = &m->params[i];
+        if (p->gamma < 0) { continue; }
+        const real *beta = p->beta < 0 ? NULL : m->theta + m->params[p->beta].offset;
+        real *dbeta = p->beta < 0 ? NULL : m->grads + m->params[p->beta].offset;
+        scale_vector_backward(m->grads + p->offset, dbeta, m->dgamma + p->gamma, m->gamma + p->gamma, m->theta + p->offset, beta, p->cols, m->cfg.reparam);
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------
+// 4. Layers: forward/backward pairs. `d_x` stands for dL/dx. N = B T tokens.
+
+// ----------------------------------------------------------------------------
+// Matrix multiplication: C = A·B, or C += A·B.     C (M,N), A (M,K), B (K,N)
+//
+//     C[i][j] = sum over k of A[i][k] * B[k][j]
+//
+// A and B are read through a row stride and a column stride (in elements), so that a transposed
+// matrix, or a column slice of a wider one, is the same memory with other strides. Training needs
+//     forward          out (BT,OC) = inp (BT,C) · W (OC,C)^T
+//     input gradient  dinp (BT,C)  = dout (BT,OC) · W (OC,C)
+//     weight gradient   dW (OC,C) += dout (BT,OC)^T · inp (BT,C)
+//
+// The plain triple loop loads two numbers for every multiply-add, and a core can do many more
+// multiply-adds than loads. So (after Goto and van de Geijn, 2008) each load is made to count:
+//   registers  kernel() keeps an MR x NR tile of C in registers; a step of k loads MR + NR numbers
+//              for MR * NR multiply-adds.
+//   packing    the kernel wants, for each k, MR numbers of A and NR of B side by side. Both are
+//              copied into "panels" in just that order, whatever their strides were: the kernel
+//              then reads straight ahead, with no cache line or page visited for one number only.
+//   caches     the loops around the kernel are cut so that a panel of B stays in L1, a block of A
+//              in L2, and everything packed in L3, each for as long as it is in use.
+// Threads share the packed panels, and each computes whole tiles of C. No sum over k is ever split
+// between threads, so the result is the same, bit for bit, for any number of threads.
+// ----------------------------------------------------------------------------
+
+#if defined(__AVX512F__)
+#define VEC_BYTES 64
+#elif defined(__AVX__)
+#define VEC_BYTES 32
+#else
+#define VEC_BYTES 16 // SSE2, NEON
+#endif
+typedef real vec __attribute__((vector_size(VEC_BYTES), may_alias));
+typedef real vec_u __attribute__((vector_size(VEC_BYTES), aligned(sizeof(real)), may_alias)); // at any address
+typedef real vec4_u __attribute__((vector_size(4 * sizeof(real)), aligned(sizeof(real)), may_alias));
+
+// The tile is MR rows of NV vectors. It needs MR * NV registers for sums, NV for a row of B, 1 for
+// a number of A copied to all lanes, and (where there is no fused multiply-add) 1 for the product.
+// At least 8 to 10 sums must be in flight to hide the latency of two multiply-adds per cycle.
+enum {
+    NV = 2,
+#if defined(__AVX512F__) || defined(__aarch64__)
+    MR = 12, // 32 registers: 24 + 2 + 1
+#else
+    MR = 6,  // 16 registers: 12 + 2 + 1 + 1
+#endif
+    NR = NV * VEC_BYTES / (int)sizeof(real),
+    KC = 24 * 1024 / (NV * VEC_BYTES),                     // a panel of B, KC x NR: 3/4 of an L1 of 32K
+    MC = 224 * 1024 / (KC * (int)sizeof(real)) / MR * MR,  // a block of A, MC x KC: under half an L2 of 512K
+    NC = 4 * NR,                                           // columns per task: few, so threads finish together
+    GROUP = 8,                                             // panels packed by a task
+    BIG = 2048                                             // rows, columns packed at once: BIG x KC twice, in L3
+};
+
+#ifndef OMP
+#ifdef _OPENMP
+#define OMP_STRING(text) #text
+#define OMP(...) _Pragma(OMP_STRING(omp __VA_ARGS__))
+#else
+#define OMP(...)
+#endif
+#endif
+
+// Without this, gcc keeps the sums in memory before and after the loop over k.
+#define UNROLL _Pragma("GCC unroll 16")
+
+// One tile of C from one panel of A (kc x MR) and one of B (kc x NR).
+static __attribute__((noinline)) void kernel(real *c, int64_t ldc, const real *a, const real *b, int64_t kc, int accumulate) {
+    vec sum[MR][NV];
+    const vec zero = {0};
+    UNROLL for (int i = 0; i < MR; i++) {
+        UNROLL for (int j = 0; j < NV; j++) sum[i][j] = zero;
+        __builtin_prefetch(c + i * ldc); // the tile of C is needed only after the loop: start fetching it now
+        __builtin_prefetch(c + i * ldc + NR - 1);
+    }
+    for (int64_t k = 0; k < kc; k++, a += MR, b += NR) {
+        const vec *row = (const vec *)b;
+        UNROLL for (int i = 0; i < MR; i++)
+            UNROLL for (int j = 0; j < NV; j++) sum[i][j] += a[i] * row[j];
+    }
+    UNROLL for (int i = 0; i < MR; i++)
+        UNROLL for (int j = 0; j < NV; j++) {
+            vec_u *out = (vec_u *)(c + i * ldc) + j;
+            if (accumulate) sum[i][j] += *out;
+            *out = sum[i][j];
+        }
+}
+
+// A tile that sticks out of C is computed whole (panels are padded with zeros), and its m x n corner kept.
+static void corner_tile(real *c, int64_t ldc, const real *a, const real *b, int64_t kc, int accumulate, int64_t m, int64_t n) {
+    real tile[MR * NR];
+    kernel(tile, NR, a, b, kc, 0);
+    for (int64_t i = 0; i < m; i++)
+        for (int64_t j = 0; j < n; j++)
+            c[i * ldc + j] = accumulate ? c[i * ldc + j] + tile[i * NR + j] : tile[i * NR + j];
+}
+
+static int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// Turn 4 lines of 4 numbers into 4 columns, in registers: dst[k * W + i] = src[i * line + k].
+static inline void transpose4(real *dst, int64_t W, const real *src, int64_t line) {
+    const vec4_u a = *(const vec4_u *)src, b = *(const vec4_u *)(src + line);
+    const vec4_u c = *(const vec4_u *)(src + 2 * line), d = *(const vec4_u *)(src + 3 * line);
+    const vec4_u ac0 = {a[0], c[0], a[1], c[1]}, bd0 = {b[0], d[0], b[1], d[1]};
+    const vec4_u ac2 = {a[2], c[2], a[3], c[3]}, bd2 = {b[2], d[2], b[3], d[3]};
+    const vec4_u k0 = {ac0[0], bd0[0], ac0[1], bd0[1]}, k1 = {ac0[2], bd0[2], ac0[3], bd0[3]};
+    const vec4_u k2 = {ac2[0], bd2[0], ac2[1], bd2[1]}, k3 = {ac2[2], bd2[2], ac2[3], bd2[3]};
+    *(vec4_u *)dst = k0, *(vec4_u *)(dst + W) = k1, *(vec4_u *)(dst + 2 * W) = k2, *(vec4_u *)(dst + 3 * W) = k3;
+}
+
+// Pack n lines of kc numbers, W lines to a panel, with zeros where the last panel has fewer:
+//     panel[k * W + i] = src[i * line + k * step]
+static inline __attribute__((always_inline)) void pack(real *dst, const real *src, int64_t line, int64_t step,
+                                                       int64_t n, int64_t kc, const int W) {
+    OMP(for schedule(dynamic) nowait)
+    for (int64_t g = 0; g < n; g += GROUP * W) {
+        const int64_t end = at_most(g + GROUP * W, n);
+        int64_t p = g;
+        if (line == 1) { // the lines lie side by side: for each k, read on through all whole panels of the group
+            p = g + (end - g) / W * W;
+            for (int64_t k = 0; k < kc; k++)
+                for (int64_t q = g; q < p; q += W)
+                    for (int i = 0; i < W; i++) dst[q * kc + k * W + i] = src[q + i + k * step];
+        }
+        for (; p < end; p += W) {
+            real *d = dst + p * kc;
+            const real *s = src + p * line;
+            int64_t k = 0;
+            if (step == 1 && end - p >= W)
+                for (int i = 0; i < W; i += 4) { // few lines at a time: when they are 4096 bytes apart, L1 can hold but 8
+                    const int i4 = i < W - 4 ? i : W - 4;
+                    for (k = 0; k + 4 <= kc; k += 4) transpose4(d + k * W + i4, W, s + i4 * line + k, line);
+                }
+            for (; k < kc; k++)
+                for (int i = 0; i < W; i++) d[k * W + i] = i < end - p ? s[i * line + k * step] : 0;
+        }
+    }
+}
+
+// Memory for the panels, kept from call to call. Each calling thread has its own, so that matmul can
+// also be called from inside a parallel region (where it then runs on one thread).
+static real *panels(int64_t count) {
+    static __thread real *memory;
+    static __thread int64_t capacity;
+    if (count > capacity) {
+        free(memory);
+        memory = (real *)aligned_alloc(64, (size_t)(count * (int64_t)sizeof(real) + 63) / 64 * 64);
+        if (memory == NULL) {
+            fprintf(stderr, "matmul: cannot allocate %lld numbers for packing\n", (long long)count);
+            exit(1);
+        }
+        capacity = count;
+    }
+    return memory;
+}
+
+// Cut n into pieces of nearly the same size, at most max each, in whole units.
+static int64_t piece(int64_t n, int64_t max, int64_t unit) {
+    int64_t pieces = (n + max - 1) / max;
+    int64_t size = (n + pieces - 1) / pieces;
+    return (size + unit - 1) / unit * unit;
+}
+
+// C (M,N) = A (M,K) · B (K,N), plus C if accumulate. A[i][k] is A[i*ras + k*cas], B[k][j] is
+// B[k*rbs + j*cbs], C[i][j] is C[i*ldc + j]. C must not overlap A or B.
+static void matmul(real *C, int64_t ldc, const real *A, int64_t ras, int64_t cas,
+                   const real *B, int64_t rbs, int64_t cbs, int64_t M, int64_t N, int64_t K, int accumulate) {
+    if (M <= 0 || N <= 0) return;
+    if (K <= 0) {
+        for (int64_t i = 0; i < M && !accumulate; i++)
+            for (int64_t j = 0; j < N; j++) C[i * ldc + j] = 0;
+        return;
+    }
+    const int64_t mb = piece(M, BIG, MR), nb = piece(N, BIG, NR), kb = piece(K, KC, 1), mc = piece(at_most(M, mb), MC, MR);
+    real *const pa = panels((mb + nb) * kb + 64), *const pb = pa + (mb * kb + 63) / 64 * 64;
+    OMP(parallel if (M * N * K > 65536))
+    for (int64_t jb = 0; jb < N; jb += nb)
+        for (int64_t ib = 0; ib < M; ib += mb)
+            for (int64_t k = 0; k < K; k += kb) {
+                const int64_t m = at_most(mb, M - ib), n = at_most(nb, N - jb), kc = at_most(kb, K - k);
+                const int add = accumulate || k > 0;
+                pack(pa, A + ib * ras + k * cas, ras, cas, m, kc, MR);
+                pack(pb, B + k * rbs + jb * cbs, cbs, rbs, n, kc, NR);
+                OMP(barrier)
+                OMP(for schedule(dynamic) collapse(2))
+                for (int64_t ic = 0; ic < m; ic += mc)
+                    for (int64_t jc = 0; jc < n; jc += NC)
+                        for (int64_t j = jc; j < at_most(jc + NC, n); j += NR)
+                            for (int64_t i = ic; i < at_most(ic + mc, m); i += MR) {
+                                real *c = C + (ib + i) * ldc + jb + j;
+                                if (m - i >= MR && n - j >= NR) kernel(c, ldc, pa + i * kc, pb + j * kc, kc, add);
+                                else corner_tile(c, ldc, pa + i * kc, pb + j * kc, kc, add, at_most(MR, m - i), at_most(NR, n - j));
+                            }
+            }
+}
+// out (N,OC) = inp (N,C) W^T, W (OC,C)
+static void matmul_forward(real *out, const real *inp, const real *w, int64_t N, int64_t C, int64_t OC) {
+    matmul(out, OC, inp, C, 1, w, 1, C, N, OC, C, 0);
+}
+
+// dinp (N,C) = dout (N,OC) W;  dw (OC,C) += dout^T inp
+static void matmul_backward(real *dinp, real *dw, const real *dout, const real *inp, const real *w, int64_t N, int64_t C, int64_t OC) {
+    matmul(dinp, C, dout, OC, 1, w, C, 1, N, C, OC, 0);
+    matmul(dw, C, dout, 1, OC, inp, C, 1, OC, C, N, 1);
+}
+
+// out (N,C): row inputs[n] of the embedding (V,C)
+static void embedding_forward(real *out, const real *embedding, const int32_t *inputs, int64_t N, int64_t C) {
+    #pragma omp parallel for schedule(static)
+    for (int64_t n = 0; n < N; n++) { memcpy(out + n * C, embedding + inputs[n] * C, (size_t)C * sizeof(real)); }
+}
+
+// dembedding (V,C) += dout: threads share out the columns, since a token may occur many times
+static void embedding_backward(real *dembedding, const real *dout, const int32_t *inputs, int64_t N, int64_t C) {
+    #pragma omp parallel for schedule(static)
+    for (int64_t strip = 0; strip < NUM_BLOCKS; strip++) {
+        int64_t begin = C * strip / NUM_BLOCKS, end = C * (strip + 1) / NUM_BLOCKS;
+        for (int64_t n = 0; n < N; n++) {
+            real *to = dembedding + inputs[n] * C;
+            for (int64_t c = begin; c < end; c++) { to[c] += dout[n * C + c]; }
+        }
+    }
+}
+
+// Norm(x) = x / sqrt(mean(x^2) + eps), then gamma where it isn't folded into the next map.
+// Rows of G groups of D: inp, out (N,G,D) with `stride` from row to row; rstd (N,G); gamma (G,D) or NULL.
+// A Pre-Norm has G = 1, D = C, gamma NULL; QK-norm and DNP on q, k, v norm each head: G heads, D = HS.
+static void rmsnorm_forward(real *out, real *rstd, const real *inp, const real *gamma, int64_t N, int64_t G, int64_t D, int64_t stride) {
+    #pragma omp parallel for schedule(static)
+    for (int64_t n = 0; n < N; n++) {
+        for (int64_t g = 0; g < G; g++) {
+            const real *x = inp + n * stride + g * D;
+            real *y = out + n * stride + g * D, sum = 0;
+            #pragma omp simd reduction(+:sum)
+            for (int64_t d = 0; d < D; d++) { sum += x[d] * x[d]; }
+            real scale = (real)(1 / sqrt((double)sum / (double)D + NORM_EPS));
+            rstd[n * G + g] = scale;
+            if (gamma) { for (int64_t d = 0; d < D; d++) { y[d] = gamma[g * D + d] * (x[d] * scale); } }
+            else       { for (int64_t d = 0; d < D; d++) { y[d] = x[d] * scale; } }
+        }
+    }
+}
+
+// unit = x rstd, dunit = gamma dout:  dinp (+)= rstd (dunit - unit mean(dunit unit)),  dgamma += sum_n dout unit.
+// partial: (NUM_BLOCKS, G*D) work space for dgamma. accumulate: add to dinp instead of writing it.
+static void rmsnorm_backward(real *dinp, real *dgamma, real *partial, const real *dout, const real *inp, const real *rstd,
+                             const real *gamma, int64_t N, int64_t G, int64_t D, int64_t stride, int accumulate) {
+    real keep = accumulate ? (real)1 : (real)0;
+    #pragma omp parallel for schedule(static)
+    for (int block = 0; block < NUM_BLOCKS; block++) {
+        real *part = partial + block * G * D;
+        if (gamma) { memset(part, 0, (size_t)(G * D) * sizeof(real)); }
+        for (int64_t n = N * block / NUM_BLOCKS; n < N * (block + 1) / NUM_BLOCKS; n++) {
+            for (int64_t g = 0; g < G; g++) {
+                const real *x = inp + n * stride + g * D, *dy = dout + n * stride + g * D, *scale = gamma ? gamma + g * D : NULL;
+                real *dx = dinp + n * stride + g * D, *dscale = part + g * D, r = rstd[n * G + g], dot = 0;
+                if (scale) {
+                    #pragma omp simd reduction(+:dot)
+                    for (int64_t d = 0; d < D; d++) { real t = dy[d] * x[d]; dot += scale[d] * t; dscale[d] += t * r; }
+                } else {
+                    #pragma omp simd reduction(+:dot)
+                    for (int64_t d = 0; d < D; d++) { dot += dy[d] * x[d]; }
+                }
+                real along = r * r * r * dot / (real)D; // rstd * mean(dunit unit) / |x|: x carries one more rstd
+                for (int64_t d = 0; d < D; d++) {
+                    real dunit = scale ? scale[d] * dy[d] : dy[d];
+                    dx[d] = (accumulate ? keep * dx[d] : (real)0) + r * dunit - along * x[d];
+                }
+            }
+        }
+    }
+    if (!gamma) { return; }
+    for (int block = 0; block < NUM_BLOCKS; block++) {
+        for (int64_t i = 0; i < G * D; i++) { dgamma[i] += partial[block * G * D + i]; }
+    }
+}
+
+// RoPE: pair (i, i + HS/2) of each query and key head turns by the angle t * ROPE_THETA^(-2i/HS), in place.
+// qkv (B,T,stride): `heads` heads from the row's start (queries and keys; values don't turn).
+// direction +1 forward, -1 backward: the inverse of a rotation is its transpose.
+#define ROPE_THETA 10000.0
+static void rope(real *qkv, const real *cosines, const real *sines, int64_t N, int T, int heads, int HS, int64_t stride, real direction) {
+    int half = HS / 2;
+    #pragma omp parallel for schedule(static)
+    for (int64_t n = 0; n < N; n++) {
+        const real *cosine = cosines + (n % T) * half, *sine = sines + (n % T) * half;
+        for (int h = 0; h < heads; h++) {
+            real *x = qkv + n * stride + (int64_t)h * HS, *y = x + half;
+            for (int i = 0; i < half; i++) {
+                real c = cosine[i], s = direction * sine[i], xi = x[i], yi = y[i];
+                x[i] = xi * c - yi * s;
+                y[i] = xi * s + yi * c;
+            }
+        }
+    }
+}
+
+// ----------------------------------------------------------------------------
+// Causal self-attention, blocked ("flash"), forward and backward.
+//
+// For one query head, with q_t, k_s, v_s vectors of HS numbers and a = 1/sqrt(HS):
+//     S_ts = a * q_t . k_s  (only s <= t)     P_ts = exp(S_ts) / sum_s' exp(S_ts')     o_t = sum_s P_ts v_s
+// The textbook code stores the T x T matrices S and P. FlashAttention (Dao et al. 2022, arXiv 2205.14135) showed that
+// they are never needed whole: walk over the keys tile by tile and keep, per query, the largest score so far m, the sum
+// so far l = sum exp(S - m), and the unnormalized output so far o = sum exp(S - m) v. When a tile brings a larger
+// maximum m', everything gathered so far was measured against the wrong reference, and one factor mends it:
+//     l <- l * exp(m - m') + sum_tile exp(S - m')        o <- o * exp(m - m') + sum_tile exp(S - m') v
+// At the end out = o / l, and lse = m + log(l) is the only thing the backward pass needs to rebuild P = exp(S - lse).
+// The backward recomputes each tile of P. With dP_ts = do_t . v_s and D_t = do_t . o_t (= sum_s P_ts dP_ts):
+//     dS = P * (dP - D)    dv_s = sum_t P_ts do_t    dk_s = a * sum_t dS_ts q_t    dq_t = a * sum_s dS_ts k_s
+//
+// Everything expensive is a product of two small tiles, so the plan is: copy tiles out of the big strided tensors into
+// per-thread scratch (contiguous, zero-padded, transposed where a product wants it), and run one fast kernel on them.
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+// e^x. Float: write x = n*ln2 + r with n whole and |r| <= ln2/2, so e^x = 2^n * e^r, where e^r is a short Taylor series and
+// 2^n is added straight into the exponent bits. There is no library call and no branch, so loops over it become SIMD code.
+static inline real exp_fast(real xr) {
+    if (sizeof(real) != sizeof(float)) { return (real)exp((double)xr); }
+    const float x = (float)xr, magic = 12582912.0f;
+    // Floats near magic = 1.5*2^23 are spaced 1 apart: adding it rounds to a whole n, and leaves n in the low bits.
+    const float t = x * 1.44269504f + magic, n = t - magic;
+    // ln2 in two parts; the first has few enough bits that n * part1 is exact, so r keeps full precision.
+    const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    float p = 1.0f / 5040;                          // Taylor, 1/7! down to 1/0!: the next term is < 6e-9, a tenth of an ulp
+    p = p * r + 1.0f / 720;
+    p = p * r + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    p = (p * r) * r + r + 1.0f;                     // exactly 1 for x = 0
+    uint32_t tb, pb;
+    memcpy(&tb, &t, 4);
+    memcpy(&pb, &p, 4);
+    pb += tb << 23;                                 // the shift drops all of magic's bits: n is added to the exponent
+    // Outside the range of a float n does not fit the exponent: 0 below log(FLT_MIN), infinity above log(FLT_MAX), and NaN
+    // for NaN. By masks of all ones or zeros and not by ?:, which gcc would turn into branches.
+    const uint32_t below = -(uint32_t)(x < -87.33654f), above = -(uint32_t)(x > 88.72283f), nan = -(uint32_t)(x != x);
+    pb = (pb & ~(below | above)) | (above & 0x7f800000u) | nan;
+    memcpy(&p, &pb, 4);
+    return p;
+}
+
+// SIMD by the GCC/Clang vector extension: att_vec is ATT_VL reals and + and * work on all of them at once.
+#if defined(__AVX512F__)
+#define ATT_BYTES 64
+#elif defined(__AVX__)
+#define ATT_BYTES 32
+#else
+#define ATT_BYTES 16
+#endif
+typedef real att_vec __attribute__((vector_size(ATT_BYTES), aligned(sizeof(real)), may_alias));
+enum {
+    ATT_VL = ATT_BYTES / sizeof(real),
+    ATT_MR = 6,                                     // kernel block: 6 rows x 2 vectors = 12 running sums, which with 2
+    ATT_NR = 2 * ATT_VL,                            // vectors of B and 1 of A just fit the 16 registers of AVX2
+    ATT_TILE = 96,                                  // queries or keys per tile; a multiple of ATT_MR and ATT_NR
+    ATT_MAX_HS = 256,                               // largest head size: sets the size of the scratch
+    ATT_LINE = 64 / sizeof(real),                   // one cache line of skew per row, see att_ld
+    ATT_SCRATCH = 8 * ATT_TILE * (ATT_MAX_HS + ATT_LINE) + 2 * ATT_TILE * ATT_TILE + 2 * ATT_TILE
+};
+static __thread real att_scratch[ATT_SCRATCH] __attribute__((aligned(64)));
+
+static inline int att_min(int a, int b) { return a < b ? a : b; }
+static inline int att_max(int a, int b) { return a > b ? a : b; }
+static inline int att_up(int n, int m) { return (n + m - 1) / m * m; }
+// Row length of a (TILE, HS) scratch tile: HS padded to whole kernel blocks, plus one cache line, because rows a power
+// of two apart would all compete for the same few cache sets.
+static inline int att_ld(int HS) { return att_up(HS, ATT_NR) + ATT_LINE; }
+
+// C (6 x NR) = or += sum over k in [k0,k1) of A(i,k) * B(k,:). Each B vector loaded is used 6 times and each A number
+// twice; the 12 independent sums hide the latency of the fused multiply-add.
+static inline __attribute__((always_inline)) void att_block(real *__restrict__ c, int ldc, const real *__restrict__ a,
+        int64_t ai, int64_t ak, const real *__restrict__ b, int ldb, int k0, int k1, int add) {
+    att_vec acc[ATT_MR][2];
+    memset(acc, 0, sizeof(acc));
+    for (int k = k0; k < k1; k++) {
+        att_vec b0 = *(const att_vec *)(b + (int64_t)k * ldb);
+        att_vec b1 = *(const att_vec *)(b + (int64_t)k * ldb + ATT_VL);
+        for (int i = 0; i < ATT_MR; i++) {
+            real x = a[i * ai + k * ak];
+            acc[i][0] += x * b0;
+            acc[i][1] += x * b1;
+        }
+    }
+    for (int i = 0; i < ATT_MR; i++) {
+        att_vec *ci = (att_vec *)(c + (int64_t)i * ldc);
+        if (add) { acc[i][0] += ci[0]; acc[i][1] += ci[1]; }
+        ci[0] = acc[i][0];
+        ci[1] = acc[i][1];
+    }
+}
+
+// C (M x N) = or += A (M x K) * B (K x N) on scratch tiles. M is rounded up to ATT_MR and N to ATT_NR (tiles have room).
+// A(i,k) is a[i*lda+k], or a[k*lda+i] if transA. On a diagonal tile half of P is zero, and `part` says which work to skip:
+enum { ATT_ALL, ATT_UPPER, ATT_LOWER, ATT_K_TO_ROW, ATT_K_FROM_ROW };
+// UPPER, LOWER: only blocks of C touching column >= row, column <= row. K_TO_ROW, K_FROM_ROW: only k <= row, k >= row.
+static void att_mm(real *c, int ldc, const real *a, int lda, int transA, const real *b, int ldb,
+        int M, int N, int K, int add, int part) {
+    for (int j = 0; j < N; j += ATT_NR) {           // columns outside: this strip of B stays in the L1 cache
+        for (int i = 0; i < M; i += ATT_MR) {
+            if (part == ATT_UPPER && i > j + ATT_NR - 1) { break; }
+            if (part == ATT_LOWER && j > i + ATT_MR - 1) { continue; }
+            int k0 = part == ATT_K_FROM_ROW ? i : 0;
+            int k1 = part == ATT_K_TO_ROW ? att_min(K, i + ATT_MR) : K;
+            real *cc = c + (int64_t)i * ldc + j;
+            if (transA) { att_block(cc, ldc, a + i, 1, lda, b + j, ldb, k0, k1, add); }
+            else        { att_block(cc, ldc, a + (int64_t)i * lda, lda, 1, b + j, ldb, k0, k1, add); }
+        }
+    }
+}
+
+// dst (rows up to a multiple of ATT_MR, ld) = n rows of HS numbers, `stride` apart in src, padded with zeros.
+static void att_load(real *__restrict__ dst, int ld, const real *__restrict__ src, int64_t stride, int n, int HS) {
+    for (int i = 0; i < att_up(n, ATT_MR); i++) {
+        real *d = dst + (int64_t)i * ld;
+        if (i < n) { memcpy(d, src + i * stride, (size_t)HS * sizeof(real)); }
+        else { memset(d, 0, (size_t)HS * sizeof(real)); }
+        for (int j = HS; j < ld; j++) { d[j] = 0; }
+    }
+}
+
+// dst (HS, TILE) = scale * transpose of n rows of HS numbers; columns padded with zeros to a multiple of ATT_NR.
+static void att_load_t(real *__restrict__ dst, const real *__restrict__ src, int64_t stride, int n, int HS, real scale) {
+    for (int i = 0; i < att_up(n, ATT_NR); i++) {
+        for (int d = 0; d < HS; d++) { dst[(int64_t)d * ATT_TILE + i] = i < n ? src[i * stride + d] * scale : 0; }
+    }
+}
+
+// One tile of queries of one head against all earlier keys. Scores are kept transposed, st (keys, queries): then max and
+// sum over the keys are plain elementwise operations between rows, and only q is transposed, once, not every key tile.
+static void att_forward_tile(real *out, int64_t ostride, real *lse, const real *q, const real *k, const real *v,
+        int64_t stride, int t0, int T, int HS) {
+    const int ld = att_ld(HS), n = att_min(ATT_TILE, T - t0), nv = att_up(n, ATT_NR);
+    real *qt = att_scratch, *st = qt + HS * ATT_TILE, *kk = st + ATT_TILE * ATT_TILE, *vv = kk + ATT_TILE * ld;
+    real *o = vv + ATT_TILE * ld, *l = o + ATT_TILE * ld;   // qt (HS,TILE) st (TILE,TILE) kk, vv, o (TILE,ld) l (TILE)
+    real m[ATT_TILE], fix[ATT_TILE];
+    att_load_t(qt, q + t0 * stride, stride, n, HS, (real)(1 / sqrt((double)HS)));
+    const real lowest = sizeof(real) == sizeof(float) ? (real)-3.0e38 : (real)-1.0e308; // finite: -inf - -inf is NaN
+    for (int j = 0; j < nv; j++) { m[j] = lowest; l[j] = 0; }
+    for (int s0 = 0; s0 <= t0; s0 += ATT_TILE) {
+        const int diag = s0 == t0, ns = att_min(ATT_TILE, T - s0);
+        att_load(kk, ld, k + s0 * stride, stride, ns, HS);
+        att_load(vv, ld, v + s0 * stride, stride, ns, HS);
+        att_mm(st, ATT_TILE, kk, ld, 0, qt, ATT_TILE, ns, n, HS, 0, diag ? ATT_UPPER : ATT_ALL);
+        for (int j = 0; j < nv; j++) { fix[j] = m[j]; }
+        for (int i = 0; i < ns; i++) {
+            real *s = st + i * ATT_TILE;
+            // The product P V reads P in blocks of ATT_MR queries, so that far left of the diagonal it must be masked.
+            const int j0 = diag ? att_max(0, i - ATT_MR + 1) : 0;
+            if (diag) { for (int j = j0; j < i; j++) { s[j] = -INFINITY; } }
+            for (int j = j0; j < nv; j++) { m[j] = s[j] > m[j] ? s[j] : m[j]; }   // a NaN is passed over here, but not by exp
+        }
+        for (int j = 0; j < nv; j++) { fix[j] = exp_fast(fix[j] - m[j]); l[j] *= fix[j]; }
+        for (int i = 0; i < ns; i++) {
+            real *s = st + i * ATT_TILE;
+            for (int j = diag ? att_max(0, i - ATT_MR + 1) : 0; j < nv; j++) {
+                s[j] = exp_fast(s[j] - m[j]);
+                l[j] += s[j];
+            }
+        }
+        if (s0 > 0) {
+            for (int i = 0; i < n; i++) { for (int d = 0; d < ld; d++) { o[i * ld + d] *= fix[i]; } }
+        }
+        att_mm(o, ld, st, ATT_TILE, 1, vv, ld, n, HS, ns, s0 > 0, diag ? ATT_K_TO_ROW : ATT_ALL);
+    }
+    for (int i = 0; i < n; i++) {
+        const real inv = 1 / l[i];
+        for (int d = 0; d < HS; d++) { out[(t0 + i) * ostride + d] = o[i * ld + d] * inv; }
+        lse[t0 + i] = m[i] + (real)log((double)l[i]);
+    }
+}
+
+// qkv (B,T,(NH+2*KVH)*HS): per token NH query heads, then KVH key heads, then KVH value heads. out (B,T,NH*HS).
+// lse (B,NH,T). Query head h uses key/value head h / (NH/KVH). Every (b, h, tile of queries) is an independent task.
+static void attention_forward(real *out, real *lse, const real *qkv, int B, int T, int NH, int KVH, int HS) {
+    const int64_t C = (int64_t)NH * HS, stride = (int64_t)(NH + 2 * KVH) * HS, tiles = (T + ATT_TILE - 1) / ATT_TILE;
+    if (HS > ATT_MAX_HS) { fprintf(stderr, "attention: head size %d > %d\n", HS, (int)ATT_MAX_HS); exit(EXIT_FAILURE); }
+    #pragma omp parallel for schedule(dynamic)
+    for (int64_t task = 0; task < tiles * B * NH; task++) {
+        const int t0 = (int)(tiles - 1 - task / (B * NH)) * ATT_TILE;  // longest rows first: short ones fill the gaps
+        const int b = (int)(task % (B * NH)) / NH, h = (int)(task % NH);
+        const real *x = qkv + (int64_t)b * T * stride, *k = x + (NH + h / (NH / KVH)) * (int64_t)HS;
+        att_forward_tile(out + (int64_t)b * T * C + h * HS, C, lse + ((int64_t)b * NH + h) * T, x + h * HS, k,
+                         k + (int64_t)KVH * HS, stride, t0, T, HS);
+    }
+}
+
+// The tensors of the backward pass, to hand them around together.
+typedef struct {
+    real *dqkv; const real *dout, *qkv, *lse, *D;   // D (B,NH,T)
+    int B, T, NH, KVH, HS;
+} att_args;
+
+// Backward for key tiles [s0,s1) against query tiles [q0,q1) (in tokens) of one (b, key/value head) and its group of query
+// heads. Writes dk and dv of the key tiles if do_kv, and adds to (first key tile: sets) dq of the queries if do_q.
+static void att_backward_tiles(att_args A, int b, int kvh, int s0, int s1, int q0, int q1, int do_kv, int do_q) {
+    const int HS = A.HS, T = A.T, G = A.NH / A.KVH, ld = att_ld(HS), TL = ATT_TILE;
+    const int64_t C = (int64_t)A.NH * HS, stride = (int64_t)(A.NH + 2 * A.KVH) * HS, dv_off = (int64_t)A.KVH * HS;
+    const int64_t row0 = (int64_t)b * T, koff = (A.NH + kvh) * (int64_t)HS;
+    const real scale = (real)(1 / sqrt((double)HS));
+    real *kt = att_scratch, *vt = kt + HS * TL, *kk = vt + HS * TL, *qq = kk + TL * ld, *go = qq + TL * ld;
+    real *dk = go + TL * ld, *dv = dk + TL * ld, *dq = dv + TL * ld, *p = dq + TL * ld, *ds = p + TL * TL;
+    for (; s0 < s1; s0 += TL) {                     // kt, vt (HS,TILE)   kk, qq, go, dk, dv, dq (TILE,ld)   p, ds (TILE,TILE)
+        const int ns = att_min(TL, T - s0);
+        const real *k = A.qkv + (row0 + s0) * stride + koff;
+        att_load(kk, ld, k, stride, ns, HS);
+        att_load_t(kt, k, stride, ns, HS, 1);
+        att_load_t(vt, k + dv_off, stride, ns, HS, 1);
+        memset(dk, 0, 2 * sizeof(real) * (size_t)(TL * ld));    // dk and dv are neighbours
+        for (int h = kvh * G; h < (kvh + 1) * G; h++) {
+            for (int t0 = att_max(s0, q0); t0 < q1; t0 += TL) {
+                const int n = att_min(TL, T - t0), diag = t0 == s0;
+                const real *lse = A.lse + ((int64_t)b * A.NH + h) * T + t0, *D = A.D + ((int64_t)b * A.NH + h) * T + t0;
+                att_load(qq, ld, A.qkv + (row0 + t0) * stride + h * HS, stride, n, HS);
+                att_load(go, ld, A.dout + (row0 + t0) * C + h * HS, C, n, HS);
+                att_mm(p, TL, qq, ld, 0, kt, TL, n, ns, HS, 0, diag ? ATT_LOWER : ATT_ALL);     // scores
+                att_mm(ds, TL, go, ld, 0, vt, TL, n, ns, HS, 0, diag ? ATT_LOWER : ATT_ALL);    // dP
+                for (int i = 0; i < n; i++) {       // turn scores into P and dP into a * dS, in place
+                    real *pi = p + i * TL, *di = ds + i * TL;
+                    const real L = lse[i], Di = D[i];
+                    const int m = diag ? i + 1 : ns;
+                    for (int j = 0; j < m; j++) {
+                        pi[j] = exp_fast(pi[j] * scale - L);
+                        di[j] = pi[j] * (di[j] - Di) * scale;
+                    }
+                    if (diag) { for (int j = m; j < att_min(TL, m + ATT_MR); j++) { pi[j] = di[j] = 0; } }
+                }
+                if (do_kv) {
+                    att_mm(dv, ld, p, TL, 1, go, ld, ns, HS, n, 1, diag ? ATT_K_FROM_ROW : ATT_ALL);
+                    att_mm(dk, ld, ds, TL, 1, qq, ld, ns, HS, n, 1, diag ? ATT_K_FROM_ROW : ATT_ALL);
+                }
+                if (do_q) {
+                    att_mm(dq, ld, ds, TL, 0, kk, ld, n, HS, ns, 0, diag ? ATT_K_TO_ROW : ATT_ALL);
+                    for (int i = 0; i < n; i++) {
+                        real *dst = A.dqkv + (row0 + t0 + i) * stride + h * HS, *src = dq + i * ld;
+                        for (int d = 0; d < HS; d++) { dst[d] = s0 > 0 ? dst[d] + src[d] : src[d]; }
+                    }
+                }
+            }
+        }
+        for (int i = 0; do_kv && i < ns; i++) {
+            real *dst = A.dqkv + (row0 + s0 + i) * stride + koff;
+            memcpy(dst, dk + i * ld, (size_t)HS * sizeof(real));
+            memcpy(dst + dv_off, dv + i * ld, (size_t)HS * sizeof(real));
+        }
+    }
+}
+
+// dqkv (same shape as qkv) is overwritten. Best is one task per (b, key/value head): it owns all gradients it adds to and
+// computes every P tile once (5 tile products). With too few such units for the threads, split twice instead: dk, dv by
+// tile of keys, then dq by tile of queries (2 + 5 products, P computed twice). Both add in the same order: same bits.
+static void attention_backward(real *dqkv, const real *dout, const real *qkv, const real *out, const real *lse,
+        int B, int T, int NH, int KVH, int HS) {
+    if (HS > ATT_MAX_HS) { fprintf(stderr, "attention: head size %d > %d\n", HS, (int)ATT_MAX_HS); exit(EXIT_FAILURE); }
+    real *D = (real *)malloc((size_t)B * NH * T * sizeof(real));
+    if (!D) { fprintf(stderr, "attention: out of memory\n"); exit(EXIT_FAILURE); }
+    const att_args A = { dqkv, dout, qkv, lse, D, B, T, NH, KVH, HS };
+    #pragma omp parallel for
+    for (int64_t bt = 0; bt < (int64_t)B * T; bt++) {
+        for (int h = 0; h < NH; h++) {
+            const real *g = dout + (bt * NH + h) * HS, *o = out + (bt * NH + h) * HS;
+            real sum = 0;
+            for (int d = 0; d < HS; d++) { sum += g[d] * o[d]; }
+            D[(bt / T * NH + h) * T + bt % T] = sum;
+        }
+    }
+    int threads = 1;
+#ifdef _OPENMP
+    threads = omp_get_max_threads();
+#endif
+    const int64_t units = (int64_t)B * KVH, tiles = (T + ATT_TILE - 1) / ATT_TILE;
+    if ((units + threads - 1) / threads * threads * 5 <= units * 7) {   // idle threads cost less than 7/5 the work
+        #pragma omp parallel for schedule(dynamic)
+        for (int64_t u = 0; u < units; u++) { att_backward_tiles(A, (int)(u / KVH), (int)(u % KVH), 0, T, 0, T, 1, 1); }
+    } else {
+        #pragma omp parallel for schedule(dynamic)
+        for (int64_t task = 0; task < 2 * units * tiles; task++) {      // the two halves alternate, longest tasks first
+            const int64_t u = task / 2 % units, x = task / 2 / units;
+            const int b = (int)(u / KVH), kvh = (int)(u % KVH);
+            const int s = (int)x * ATT_TILE, t = (int)(tiles - 1 - x) * ATT_TILE;
+            if (task % 2) { att_backward_tiles(A, b, kvh, s, s + 1, 0, T, 1, 0); }
+            else          { att_backward_tiles(A, b, kvh, 0, t + 1, t, t + 1, 0, 1); }
+        }
+    }
+    free(D);
+}
+// h (N,H) = silu(gate) * up, silu(z) = z / (1 + e^-z); gu (N,2H) holds gate | up
+static void swiglu_forward(real *h, const real *gu, int64_t N, int64_t H) {
+    #pragma omp parallel for schedule(static)
+    for (int64_t n = 0; n < N; n++) {
+        const real *gate = gu + n * 2 * H, *up = gate + H;
+        for (int64_t i = 0; i < H; i++) { h[n * H + i] = gate[i] / (1 + exp_fast(-gate[i])) * up[i]; }
+    }
+}
+
+static void swiglu_backward(real *dgu, const real *dh, const real *gu, int64_t N, int64_t H) {
+    #pragma omp parallel for schedule(static)
+    for (int64_t n = 0; n < N; n++) {
+        const real *gate = gu + n * 2 * H, *up = gate + H, *d = dh + n * H;
+        real *dgate = dgu + n * 2 * H, *dup = dgate + H;
+        for (int64_t i = 0; i < H; i++) {
+            real sigmoid = 1 / (1 + exp_fast(-gate[i])), silu = gate[i] * sigmoid;
+            dgate[i] = d[i] * up[i] * (sigmoid + silu * (1 - sigmoid));
+            dup[i] = d[i] * silu;
+        }
+    }
+}
+
+// out = a + b, n elements
+static void residual_forward(real *out, const real *a, const real *b, int64_t n) {
+    #pragma omp parallel for simd schedule(static)
+    for (int64_t i = 0; i < n; i++) { out[i] = a[i] + b[i]; }
+}
+
+// Cross-entropy of one row of logits z (V); turns z into grad_scale * dloss/dz in place unless grad_scale is 0.
+static double cross_entropy_row(real *z, int32_t target, int64_t V, real grad_scale) {
+    real top = -INFINITY, sum = 0;
+    #pragma omp simd reduction(max:top)
+    for (int64_t v = 0; v < V; v++) { top = z[v] > top ? z[v] : top; }
+    double at_target = z[target];
+    if (grad_scale == 0) {
+        #pragma omp simd reduction(+:sum)
+        for (int64_t v = 0; v < V; v++) { sum += exp_fast(z[v] - top); }
+    } else {
+        #pragma omp simd reduction(+:sum)
+        for (int64_t v = 0; v < V; v++) { real e = exp_fast(z[v] - top); z[v] = e; sum += e; }
+        real scale = grad_scale / sum;
+        #pragma omp simd
+        for (int64_t v = 0; v < V; v++) { z[v] *= scale; }
+        z[target] -= grad_scale;
+    }
+    return log((double)sum) + (double)top - at_target;
+}
+
+// Cross-entropy of `rows` rows of logits (rows,V). With `norm` the logits are first normed over V and scaled by
+// gamma (DNP at the head): then z holds the raw logits, and dgamma is accumulated. work: (NUM_BLOCKS,V), partial
+// likewise, used only with norm. losses (rows) receives a loss a row.
+static void classifier(real *logits, double *losses, const int32_t *targets, int64_t rows, int64_t V, real grad_scale,
+                       int norm, const real *gamma, real *dgamma, real *work, real *partial) {
+    #pragma omp parallel for schedule(dynamic, 1)
+    for (int block = 0; block < NUM_BLOCKS; block++) {
+        real *y = work + block * V, *part = partial + block * V;
+        if (gamma && grad_scale != 0) { memset(part, 0, (size_t)V * sizeof(real)); }
+        for (int64_t n = rows * block / NUM_BLOCKS; n < rows * (block + 1) / NUM_BLOCKS; n++) {
+            real *z = logits + n * V;
+            if (!norm) { losses[n] = cross_entropy_row(z, targets[n], V, grad_scale); continue; }
+            real sum = 0, dot = 0;
+            #pragma omp simd reduction(+:sum)
+            for (int64_t v = 0; v < V; v++) { sum += z[v] * z[v]; }
+            real r = (real)(1 / sqrt((double)sum / (double)V + NORM_EPS));
+            for (int64_t v = 0; v < V; v++) { y[v] = gamma ? gamma[v] * (z[v] * r) : z[v] * r; }
+            losses[n] = cross_entropy_row(y, targets[n], V, grad_scale);
+            if (grad_scale == 0) { continue; }
+            if (gamma) { // y is now dy: dgamma += dy unit, dunit = gamma dy
+                for (int64_t v = 0; v < V; v++) { part[v] += y[v] * (z[v] * r); y[v] *= gamma[v]; }
+            }
+            #pragma omp simd reduction(+:dot)
+            for (int64_t v = 0; v < V; v++) { dot += y[v] * z[v]; }
+            real along = r * r * r * dot / (real)V;
+            for (int64_t v = 0; v < V; v++) { z[v] = r * y[v] - along * z[v]; }
+        }
+    }
+    if (!norm || !gamma || grad_scale == 0) { return; }
+    for (int block = 0; block < NUM_BLOCKS; block++) {
+        for (int64_t v = 0; v < V; v++) { dgamma[v] += partial[block * V + v]; }
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------
+// 5. The model: a plain Llama-style GPT over effective weights. x -> x + attn(Norm(x)) -> x + ffn(Norm(x)).
+
+// Takes tensors from one block of memory, which is mapped once. With base NULL it only counts.
+// Under AddressSanitizer each tensor is an allocation of its own, so that overruns are caught.
+typedef struct Arena { char *base; size_t used; int separate; } Arena;
+#if defined(__SANITIZE_ADDRESS__)
+#define ARENA_SEPARATE 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define ARENA_SEPARATE 1
+#endif
+#endif
+#ifndef ARENA_SEPARATE
+#define ARENA_SEPARATE 0
+#endif
+
+static void *arena_bytes(Arena *arena, int64_t bytes) {
+    size_t at = arena->used;
+    arena->used += ((size_t)bytes + 63) / 64 * 64;
+    if (!arena->base || bytes == 0) { return NULL; }
+    if (!ARENA_SEPARATE) { return arena->base + at; }
+    void *own = calloc(1, (size_t)bytes);
+    if (!own) { FAIL("out of memory"); }
+    return own;
+}
+static real *arena_take(Arena *arena, int64_t count) { return (real *)arena_bytes(arena, count * (int64_t)sizeof(real)); }
+
+typedef struct MemoryUse { size_t theta, effective, grads, moments, activations, work, total; } MemoryUse; // bytes
+
+// Does map i need a W~ of its own? q k v, and gate up, stay side by side, so they are copied together or not at all.
+static int map_has_copy(const GPT *m, const LinearMap *map) {
+    int side_by_side = map->site == SITE_Q || map->site == SITE_K || map->site == SITE_V || map->site == SITE_GATE || map->site == SITE_UP;
+    return side_by_side ? m->cfg.norm_scale : (map->gamma_a >= 0 || map->gamma_b >= 0);
+}
+
+static int any_norm(const LinearMap *maps, int count) {
+    for (int i = 0; i < count; i++) { if (maps[i].norm) { return 1; } }
+    return 0;
+}
+
+static void layout_activations(GPT *m, Arena *a, int64_t B, int64_t T) {
+    const Config *cfg = &m->cfg;
+    int64_t N = B * T, C = cfg->channels, H = cfg->hidden, Q = m->qkv_width, att = (int64_t)cfg->heads * m->head_size;
+    for (int l = 0; l < cfg->layers; l++) {
+        LayerActs *s = &m->acts[l];
+        const LinearMap *maps = gpt_layer_maps(m, l);
+        s->x = arena_take(a, N * C);
+        s->ln1 = arena_take(a, N * C);
+        s->ln1_rstd = arena_take(a, N);
+        s->qkv = arena_take(a, N * Q);
+        int qkv_norm = any_norm(maps + SITE_Q, 3), gu_norm = any_norm(maps + SITE_GATE, 2);
+        s->qkv_raw = qkv_norm ? arena_take(a, N * Q) : s->qkv;
+        s->qkv_rstd = arena_take(a, qkv_norm ? N * (cfg->heads + 2 * cfg->kv_heads) : 0);
+        s->att = arena_take(a, N * att);
+        s->lse = arena_take(a, N * cfg->heads);
+        s->o_raw = arena_take(a, maps[SITE_O].norm ? N * C : 0);
+        s->o_rstd = arena_take(a, maps[SITE_O].norm ? N : 0);
+        s->x2 = arena_take(a, N * C);
+        s->ln2 = arena_take(a, N * C);
+        s->ln2_rstd = arena_take(a, N);
+        s->gu = arena_take(a, N * 2 * H);
+        s->gu_raw = gu_norm ? arena_take(a, N * 2 * H) : s->gu;
+        s->gu_rstd = arena_take(a, gu_norm ? 2 * N : 0);
+        s->h = arena_take(a, N * H);
+        s->down_raw = arena_take(a, maps[SITE_DOWN].norm ? N * C : 0);
+        s->down_rstd = arena_take(a, maps[SITE_DOWN].norm ? N : 0);
+    }
+    m->x_final = arena_take(a, N * C);
+    m->ln_final = arena_take(a, N * C);
+    m->ln_final_rstd = arena_take(a, N);
+    m->d_ln_final = arena_take(a, N * C);
+    int64_t wide = Q > 2 * H ? Q : 2 * H;
+    m->dx = arena_take(a, N * C);
+    m->d_branch = arena_take(a, N * C);
+    m->d_wide = arena_take(a, N * wide);
+    m->d_wide_raw = m->maps && any_norm(m->maps, m->num_maps - 1) ? arena_take(a, N * wide) : m->d_wide;
+    m->d_att = arena_take(a, N * (att > H ? att : H));
+}
+
+// Lays out every buffer for micro-batches of up to B sequences of T. Called twice: to count, then to place.
+static MemoryUse gpt_layout(GPT *m, Arena *a, int64_t B, int64_t T) {
+    const Config *cfg = &m->cfg;
+    MemoryUse use;
+    int64_t N = B * T, V = cfg->vocab, C = cfg->channels, widest = V, biggest = 0, side = 0;
+    LinearMap *head = gpt_head(m);
+    m->theta = arena_take(a, m->num_theta);
+    use.theta = a->used;
+    m->gamma = arena_take(a, m->num_gamma);
+    m->dgamma = arena_take(a, m->num_gamma);
+    size_t before = a->used;
+    m->grads = arena_take(a, m->num_theta);
+    real *tied_dw = arena_take(a, cfg->tie_embeddings && map_has_copy(m, head) ? V * C : 0);
+    use.grads = a->used - before;
+    int64_t copies = 0;
+    for (int i = 0; i < m->num_maps; i++) { if (map_has_copy(m, &m->maps[i])) { copies += m->maps[i].rows * m->maps[i].cols; } }
+    real *copy = arena_take(a, copies);
+    use.effective = a->used - use.theta - use.grads;
+    for (int i = 0; i < m->num_maps && a->base; i++) { // point each map at its W~ and dL/dW~
+        LinearMap *map = &m->maps[i];
+        int64_t offset = m->params[map->weight].offset;
+        map->w_eff = m->theta + offset;
+        map->dw_eff = m->grads + offset;
+        map->norm_eff = gpt_gamma(m, map->gamma_norm);
+        map->dnorm_eff = gpt_dgamma(m, map->gamma_norm);
+        if (!map_has_copy(m, map)) { continue; }
+        map->w_eff = copy;
+        copy += map->rows * map->cols;
+        if (tied_dw && map == head) { map->dw_eff = tied_dw; }
+    }
+    before = a->used;
+    m->moments = arena_take(a, m->num_moments);
+    use.moments = a->used - before;
+    before = a->used;
+    layout_activations(m, a, B, T);
+    use.activations = a->used - before;
+    before = a->used;
+    for (int i = 0; i < m->num_maps; i++) {
+        const LinearMap *map = &m->maps[i];
+        if (map->cols > widest) { widest = map->cols; }
+        if (map->rows > widest) { widest = map->rows; }
+        if (cfg->optimizer != OPTIMIZER_MUON || !role_table[m->params[map->weight].role].muon) { continue; }
+        if (map->rows * map->cols > biggest) { biggest = map->rows * map->cols; }
+        int64_t small = map->rows < map->cols ? map->rows : map->cols;
+        if (small > side) { side = small; }
+    }
+    m->head_chunk = (int64_t)(1 << 24) / V / 16 * 16; // 64 MiB of float logits: large enough for a fast product
+    if (m->head_chunk < 16) { m->head_chunk = 16; }
+    if (m->head_chunk > N) { m->head_chunk = N; }
+    m->logits = arena_take(a, m->head_chunk * V);
+    m->head_scratch = arena_take(a, head->norm ? NUM_BLOCKS * V : 0);
+    m->partial = arena_take(a, NUM_BLOCKS * widest);
+    m->muon = arena_take(a, 2 * biggest + 2 * side * side);
+    m->rope_cos = arena_take(a, T * m->head_size / 2);
+    m->rope_sin = arena_take(a, T * m->head_size / 2);
+    m->losses = (double *)arena_bytes(a, N * (int64_t)sizeof(double));
+    m->inputs = (int32_t *)arena_bytes(a, N * (int64_t)sizeof(int32_t));
+    m->targets = (int32_t *)arena_bytes(a, N * (int64_t)sizeof(int32_t));
+    use.work = a->used - before;
+    use.total = a->used;
+    return use;
+}
+
+static MemoryUse gpt_estimate_memory(GPT *m, int64_t B, int64_t T) {
+    Arena count = {NULL, 0, 0};
+    if (!m->acts) { m->acts = (LayerActs *)calloc((size_t)m->cfg.layers, sizeof(LayerActs)); }
+    if (!m->acts) { FAIL("out of memory"); }
+    return gpt_layout(m, &count, B, T);
+}
+
+// Allocates everything for micro-batches of up to B sequences of T tokens.
+static void gpt_allocate(GPT *m, int64_t B, int64_t T) {
+    MemoryUse use = gpt_estimate_memory(m, B, T);
+    double physical = (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
+    if ((double)use.total > physical) {
+        FAIL("the model needs %.2f GiB, found a machine with %.2f GiB: expected a smaller model, --batch or --seq-len (see --estimate)", (double)use.total / (1 << 30), physical / (1 << 30));
+    }
+    void *block = mmap(NULL, use.total, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (block == MAP_FAILED) { FAIL("cannot allocate %.2f GiB: %s", (double)use.total / (1 << 30), strerror(errno)); }
+#ifdef MADV_HUGEPAGE
+    madvise(block, use.total, MADV_HUGEPAGE); // a hint: fewer page faults where the system grants it
+#endif
+    Arena arena = {(char *)block, 0, 0};
+    gpt_layout(m, &arena, B, T);
+    int half = m->head_size / 2;
+    for (int64_t t = 0; t < T; t++) {
+        for (int i = 0; i < half; i++) {
+            double angle = (double)t * pow(ROPE_THETA, -(double)i / half);
+            m->rope_cos[t * half + i] = (real)cos(angle);
+            m->rope_sin[t * half + i] = (real)sin(angle);
+        }
+    }
+}
+
+// Output-Norm of one site on its slice of a wide activation: G groups of D from column `at` of rows of `stride`.
+static void site_norm_forward(const LinearMap *map, real *out, real *rstd, const real *raw, int64_t N, int64_t G, int64_t D, int64_t at, int64_t stride) {
+    if (map->norm) { rmsnorm_forward(out + at, rstd, raw + at, map->norm_eff, N, G, D, stride); return; }
+    if (out == raw) { return; }
+    for (int64_t n = 0; n < N; n++) { memcpy(out + n * stride + at, raw + n * stride + at, (size_t)(G * D) * sizeof(real)); }
+}
+
+static void site_norm_backward(GPT *m, const LinearMap *map, real *draw, const real *dout, const real *raw, const real *rstd, int64_t N, int64_t G, int64_t D, int64_t at, int64_t stride) {
+    if (map->norm) { rmsnorm_backward(draw + at, map->dnorm_eff, m->partial, dout + at, raw + at, rstd, map->norm_eff, N, G, D, stride, 0); return; }
+    if (draw == dout) { return; }
+    for (int64_t n = 0; n < N; n++) { memcpy(draw + n * stride + at, dout + n * stride + at, (size_t)(G * D) * sizeof(real)); }
+}
+
+// x2 = x + norm_o( W_o attention(rope(norm_qkv( W_qkv Norm(x) ))) )
+static void attention_block_forward(GPT *m, LayerActs *s, const LinearMap *maps) {
+    int64_t N = (int64_t)m->B * m->T, C = m->cfg.channels, Q = m->qkv_width;
+    int NH = m->cfg.heads, KVH = m->cfg.kv_heads, HS = m->head_size;
+    rmsnorm_forward(s->ln1, s->ln1_rstd, s->x, NULL, N, 1, C, C);
+    matmul_forward(s->qkv_raw, s->ln1, maps[SITE_Q].w_eff, N, C, Q);
+    if (s->qkv_raw != s->qkv) {
+        site_norm_forward(&maps[SITE_Q], s->qkv, s->qkv_rstd, s->qkv_raw, N, NH, HS, 0, Q);
+        site_norm_forward(&maps[SITE_K], s->qkv, s->qkv_rstd + N * NH, s->qkv_raw, N, KVH, HS, (int64_t)NH * HS, Q);
+        site_norm_forward(&maps[SITE_V], s->qkv, s->qkv_rstd + N * (NH + KVH), s->qkv_raw, N, KVH, HS, (int64_t)(NH + KVH) * HS, Q);
+    }
+    rope(s->qkv, m->rope_cos, m->rope_sin, N, m->T, NH + KVH, HS, Q, 1);
+    attention_forward(s->att, s->lse, s->qkv, m->B, m->T, NH, KVH, HS);
+    real *o = maps[SITE_O].norm ? s->o_raw : s->x2; // x2 doubles as scratch for the branch before the sum
+    matmul_forward(o, s->att, maps[SITE_O].w_eff, N, (int64_t)NH * HS, C);
+    if (maps[SITE_O].norm) { rmsnorm_forward(s->x2, s->o_rstd, o, maps[SITE_O].norm_eff, N, 1, C, C); }
+    residual_forward(s->x2, s->x, s->x2, N * C);
+}
+
+// dx holds dL/dx2 and leaves with dL/dx
+static void attention_block_backward(GPT *m, LayerActs *s, const LinearMap *maps) {
+    int64_t N = (int64_t)m->B * m->T, C = m->cfg.channels, Q = m->qkv_width;
+    int NH = m->cfg.heads, KVH = m->cfg.kv_heads, HS = m->head_size;
+    const real *d_o = m->dx;
+    if (maps[SITE_O].norm) {
+        rmsnorm_backward(m->d_branch, maps[SITE_O].dnorm_eff, m->partial, m->dx, s->o_raw, s->o_rstd, maps[SITE_O].norm_eff, N, 1, C, C, 0);
+        d_o = m->d_branch;
+    }
+    matmul_backward(m->d_att, maps[SITE_O].dw_eff, d_o, s->att, maps[SITE_O].w_eff, N, (int64_t)NH * HS, C);
+    attention_backward(m->d_wide, m->d_att, s->qkv, s->att, s->lse, m->B, m->T, NH, KVH, HS);
+    rope(m->d_wide, m->rope_cos, m->rope_sin, N, m->T, NH + KVH, HS, Q, -1);
+    real *d_raw = m->d_wide;
+    if (s->qkv_raw != s->qkv) {
+        d_raw = m->d_wide_raw;
+        site_norm_backward(m, &maps[SITE_Q], d_raw, m->d_wide, s->qkv_raw, s->qkv_rstd, N, NH, HS, 0, Q);
+        site_norm_backward(m, &maps[SITE_K], d_raw, m->d_wide, s->qkv_raw, s->qkv_rstd + N * NH, N, KVH, HS, (int64_t)NH * HS, Q);
+        site_norm_backward(m, &maps[SITE_V], d_raw, m->d_wide, s->qkv_raw, s->qkv_rstd + N * (NH + KVH), N, KVH, HS, (int64_t)(NH + KVH) * HS, Q);
+    }
+    matmul_backward(m->d_branch, maps[SITE_Q].dw_eff, d_raw, s->ln1, maps[SITE_Q].w_eff, N, C, Q);
+    rmsnorm_backward(m->dx, NULL, NULL, m->d_branch, s->x, s->ln1_rstd, NULL, N, 1, C, C, 1);
+}
+
+// out = x2 + norm_down( W_down swiglu(norm_gu( W_gate|up Norm(x2) )) )
+static void ffn_block_forward(GPT *m, LayerActs *s, const LinearMap *maps, real *out) {
+    int64_t N = (int64_t)m->B * m->T, C = m->cfg.channels, H = m->cfg.hidden;
+    rmsnorm_forward(s->ln2, s->ln2_rstd, s->x2, NULL, N, 1, C, C);
+    matmul_forward(s->gu_raw, s->ln2, maps[SITE_GATE].w_eff, N, C, 2 * H);
+    if (s->gu_raw != s->gu) {
+        site_norm_forward(&maps[SITE_GATE], s->gu, s->gu_rstd, s->gu_raw, N, 1, H, 0, 2 * H);
+        site_norm_forward(&maps[SITE_UP], s->gu, s->gu_rstd + N, s->gu_raw, N, 1, H, H, 2 * H);
+    }
+    swiglu_forward(s->h, s->gu, N, H);
+    real *down = maps[SITE_DOWN].norm ? s->down_raw : out;
+    matmul_forward(down, s->h, maps[SITE_DOWN].w_eff, N, H, C);
+    if (maps[SITE_DOWN].norm) { rmsnorm_forward(out, s->down_rstd, down, maps[SITE_DOWN].norm_eff, N, 1, C, C); }
+    residual_forward(out, s->x2, out, N * C);
+}
+
+// dx holds the gradient of the block's output and leaves with dL/dx2
+static void ffn_block_backward(GPT *m, LayerActs *s, const LinearMap *maps) {
+    int64_t N = (int64_t)m->B * m->T, C = m->cfg.channels, H = m->cfg.hidden;
+    const real *d_down = m->dx;
+    if (maps[SITE_DOWN].norm) {
+        rmsnorm_backward(m->d_branch, maps[SITE_DOWN].dnorm_eff, m->partial, m->dx, s->down_raw, s->down_rstd, maps[SITE_DOWN].norm_eff, N, 1, C, C, 0);
+        d_down = m->d_branch;
+    }
+    real *d_h = m->d_att;
+    matmul_backward(d_h, maps[SITE_DOWN].dw_eff, d_down, s->h, maps[SITE_DOWN].w_eff, N, H, C);
+    swiglu_backward(m->d_wide, d_h, s->gu, N, H);
+    real *d_raw = m->d_wide;
+    if (s->gu_raw != s->gu) {
+        d_raw = m->d_wide_raw;
+        site_norm_backward(m, &maps[SITE_GATE], d_raw, m->d_wide, s->gu_raw, s->gu_rstd, N, 1, H, 0, 2 * H);
+        site_norm_backward(m, &maps[SITE_UP], d_raw, m->d_wide, s->gu_raw, s->gu_rstd + N, N, 1, H, H, 2 * H);
+    }
+    matmul_backward(m->d_branch, maps[SITE_GATE].dw_eff, d_raw, s->ln2, maps[SITE_GATE].w_eff, N, C, 2 * H);
+    rmsnorm_backward(m->dx, NULL, NULL, m->d_branch, s->x2, s->ln2_rstd, NULL, N, 1, C, C, 1);
+}
+
+// Mean cross-entropy of the head over all tokens, a chunk of logits at a time. With grad_scale it leaves
+// d_ln_final and adds to the head's gradients, so that logits needn't be computed again in the backward.
+static double head_loss(GPT *m, const int32_t *targets, real grad_scale) {
+    const LinearMap *head = gpt_head(m);
+    int64_t N = (int64_t)m->B * m->T, C = m->cfg.channels, V = m->cfg.vocab;
+    for (int64_t n = 0; n < N; n += m->head_chunk) {
+        int64_t rows = N - n < m->head_chunk ? N - n : m->head_chunk;
+        const real *x = m->ln_final + n * C;
+        matmul_forward(m->logits, x, head->w_eff, rows, C, V);
+        classifier(m->logits, m->losses + n, targets + n, rows, V, grad_scale, head->norm, head->norm_eff, head->dnorm_eff, m->head_scratch, m->partial);
+        if (grad_scale != 0) { matmul_backward(m->d_ln_final + n * C, head->dw_eff, m->logits, x, head->w_eff, rows, C, V); }
+    }
+    double sum = 0;
+    for (int64_t n = 0; n < N; n++) { sum += m->losses[n]; }
+    return sum / (double)N;
+}
+
+// inputs, targets (B,T) with T at most --seq-len. Returns the mean loss; grad_scale 0: no gradients follow; else it
+// is the weight of each token's loss, 1 / (tokens in the step). targets NULL: stop before the head, return 0.
+// Needs an up-to-date reparameterize_forward.
+static double gpt_forward(GPT *m, const int32_t *inputs, const int32_t *targets, int B, int T, double grad_scale) {
+    int64_t N = (int64_t)B * T, C = m->cfg.channels;
+    m->B = B;
+    m->T = T;
+    embedding_forward(m->acts[0].x, m->theta + m->params[0].offset, inputs, N, C);
+    for (int l = 0; l < m->cfg.layers; l++) {
+        LayerActs *s = &m->acts[l];
+        attention_block_forward(m, s, gpt_layer_maps(m, l));
+        ffn_block_forward(m, s, gpt_layer_maps(m, l), l + 1 < m->cfg.layers ? m->acts[l + 1].x : m->x_final);
+    }
+    rmsnorm_forward(m->ln_final, m->ln_final_rstd, m->x_final, NULL, N, 1, C, C);
+    return targets ? head_loss(m, targets, (real)grad_scale) : 0;
+}
+
+// Adds to dtheta~ the gradients of the last gpt_forward, which must have had a grad_scale and the same inputs.
+static void gpt_backward(GPT *m, const int32_t *inputs) {
+    int64_t N = (int64_t)m->B * m->T, C = m->cfg.channels;
+    rmsnorm_backward(m->dx, NULL, NULL, m->d_ln_final, m->x_final, m->ln_final_rstd, NULL, N, 1, C, C, 0);
+    for (int l = m->cfg.layers - 1; l >= 0; l--) {
+        ffn_block_backward(m, &m->acts[l], gpt_layer_maps(m, l));
+        attention_block_backward(m, &m->acts[l], gpt_layer_maps(m, l));
+    }
+    embedding_backward(m->grads + m->params[0].offset, m->dx, inputs, N, C);
+}
+
+static void gpt_zero_grad(GPT *m) {
+    const int64_t chunk = 1 << 20; // so that all threads share the work
+    #pragma omp parallel for schedule(static)
+    for (int64_t at = 0; at < m->num_theta; at += chunk) {
+        int64_t n = m->num_theta - at < chunk ? m->num_theta - at : chunk;
+        memset(m->grads + at, 0, (size_t)n * sizeof(real));
+    }
+    if (m->num_gamma) { memset(m->dgamma, 0, (size_t)m->num_gamma * sizeof(real)); }
+    const LinearMap *head = gpt_head(m);
+    if (head->dw_eff != m->grads + m->params[head->weight].offset) { memset(head->dw_eff, 0, (size_t)(head->rows * head->cols) * sizeof(real)); }
+}
+
+// Logits (rows,V) of the last `rows` tokens of the last gpt_forward, norm of the head included.
+static void gpt_logits(GPT *m, real *logits, int64_t rows) {
+    const LinearMap *head = gpt_head(m);
+    int64_t N = (int64_t)m->B * m->T, C = m->cfg.channels, V = m->cfg.vocab;
+    matmul_forward(logits, m->ln_final + (N - rows) * C, head->w_eff, rows, C, V);
+    if (head->norm) { rmsnorm_forward(logits, m->ln_final_rstd, logits, head->norm_eff, rows, 1, V, V); }
+}
+
+// ----------------------------------------------------------------------------------------------------
+// 6. Optimizers and schedules.
+
+// Learning rate of update `step` (0 is the first) of cfg->steps: linear warm-up, then
+//   cosine    from peak to final = final_lr_frac * peak along half a cosine (paper: final = peak / 20)
+//   wsd       peak, then linear to final over the last decay_frac of the steps (paper: 20%, to 0)
+//   linear    from peak to final
+//   constant  peak
+static double learning_rate(const Config *cfg, int64_t step) {
+    double steps = (double)cfg->steps, warmup = floor(cfg->warmup * steps), done = (double)step + 1;
+    double final_frac = cfg->final_lr_frac != AUTO ? cfg->final_lr_frac : cfg->schedule == SCHEDULE_COSINE ? 0.05 : 0;
+    if (done <= warmup) { return cfg->lr * done / warmup; }
+    double begin = cfg->schedule == SCHEDULE_WSD ? floor((1 - cfg->decay_frac) * steps) : warmup;
+    if (cfg->schedule == SCHEDULE_CONSTANT || done <= begin) { return cfg->lr; }
+    double progress = steps > begin ? (done - begin) / (steps - begin) : 1; // in (0, 1]
+    if (cfg->schedule == SCHEDULE_COSINE) { return cfg->lr * (final_frac + (1 - final_frac) * 0.5 * (1 + cos(M_PI * progress))); }
+    return cfg->lr * (1 - (1 - final_frac) * progress);
+}
+
+// Norm of the gradient of theta over all parameters. Summed in blocks of fixed size: same bits for any threads.
+static double gradient_norm(const GPT *m) {
+    enum { BLOCKS = 256 };
+    double sums[BLOCKS], sum = 0;
+    #pragma omp parallel for schedule(static)
+    for (int block = 0; block < BLOCKS; block++) {
+        int64_t begin = m->num_theta * block / BLOCKS, end = m->num_theta * (block + 1) / BLOCKS;
+        double s = 0;
+        #pragma omp simd reduction(+:s)
+        for (int64_t i = begin; i < end; i++) { s += (double)m->grads[i] * m->grads[i]; }
+        sums[block] = s;
+    }
+    for (int block = 0; block < BLOCKS; block++) { sum += sums[block]; }
+    return sqrt(sum);
+}
+
+// AdamW (arXiv 1711.05101): moments of the scaled gradient, bias-corrected; decay decoupled from the gradient.
+// step counts from 1. decay 0 for parameters that don't decay.
+static void adamw_update(real *w, const real *grad, real *m, real *v, int64_t n, const Config *cfg, int64_t step, double lr, double decay, double grad_scale) {
+    real b1 = (real)cfg->beta1, b2 = (real)cfg->beta2, scale = (real)grad_scale, eps = (real)cfg->eps, keep = (real)(1 - lr * decay);
+    real rate = (real)(lr / (1 - pow(cfg->beta1, (double)step)));
+    real root = (real)(1 / sqrt(1 - pow(cfg->beta2, (double)step)));
+    #pragma omp parallel for simd schedule(static)
+    for (int64_t i = 0; i < n; i++) {
+        real g = grad[i] * scale;
+        m[i] = b1 * m[i] + (1 - b1) * g;
+        v[i] = b2 * v[i] + (1 - b2) * g * g;
+        w[i] = keep * w[i] - rate * m[i] / ((real)sqrt(v[i]) * root + eps);
+    }
+}
+
+// w <- (1 - lr decay) w - lr (grad + momentum * m); m is NULL without momentum
+static void sgd_update(real *w, const real *grad, real *m, int64_t n, const Config *cfg, double lr, double decay, double grad_scale) {
+    real keep = (real)(1 - lr * decay), rate = (real)lr, scale = (real)grad_scale, momentum = (real)cfg->sgd_momentum;
+    #pragma omp parallel for simd schedule(static)
+    for (int64_t i = 0; i < n; i++) {
+        real g = grad[i] * scale;
+        if (m) { g = m[i] = momentum * m[i] + g; }
+        w[i] = keep * w[i] - rate * g;
+    }
+}
+
+// Newton-Schulz: 5 steps X <- a X + (b A + c A^2) X, A = X X^T, drive the singular values of X towards 1
+// without computing them. X (r,cols) with r <= cols, scaled by its Frobenius norm; work: r*cols + 2 r*r.
+enum { NEWTON_SCHULZ_STEPS = 5 };
+static void newton_schulz(real *x, int64_t r, int64_t cols, real *work) {
+    const real a = (real)3.4445, b = (real)-4.7750, c = (real)2.0315;
+    real *next = work, *gram = work + r * cols, *poly = gram + r * r;
+    double squares = 0;
+    for (int64_t i = 0; i < r * cols; i++) { squares += (double)x[i] * x[i]; }
+    real scale = (real)(1 / (sqrt(squares) + 1e-7));
+    for (int64_t i = 0; i < r * cols; i++) { x[i] *= scale; }
+    for (int step = 0; step < NEWTON_SCHULZ_STEPS; step++) {
+        matmul(gram, r, x, cols, 1, x, 1, cols, r, r, cols, 0);
+        matmul(poly, r, gram, r, 1, gram, r, 1, r, r, r, 0);
+        for (int64_t i = 0; i < r * r; i++) { poly[i] = b * gram[i] + c * poly[i]; }
+        matmul(next, cols, poly, r, 1, x, cols, 1, r, cols, r, 0);
+        #pragma omp parallel for simd schedule(static)
+        for (int64_t i = 0; i < r * cols; i++) { x[i] = a * x[i] + next[i]; }
+    }
+}
+
+// Muon: the Nesterov momentum of a matrix, orthogonalized, times 0.2 sqrt(max(rows, cols)), which gives an
+// update the size of AdamW's. work: 2*rows*cols + 2*min(rows,cols)^2.
+static void muon_update(real *w, const real *grad, real *m, int64_t rows, int64_t cols, const Config *cfg, double lr, double decay, double grad_scale, real *work) {
+    real momentum = (real)cfg->muon_momentum, scale = (real)grad_scale, *x = work;
+    int64_t n = rows * cols;
+    int flip = rows > cols; // the smaller side first: cheaper products
+    #pragma omp parallel for schedule(static)
+    for (int64_t r = 0; r < rows; r++) {
+        for (int64_t c = 0; c < cols; c++) {
+            real g = grad[r * cols + c] * scale, mi = momentum * m[r * cols + c] + g;
+            m[r * cols + c] = mi;
+            x[flip ? c * rows + r : r * cols + c] = g + momentum * mi;
+        }
+    }
+    newton_schulz(x, flip ? cols : rows, flip ? rows : cols, work + n);
+    real keep = (real)(1 - lr * decay), rate = (real)(lr * 0.2 * sqrt((double)(rows > cols ? rows : cols)));
+    #pragma omp parallel for schedule(static)
+    for (int64_t r = 0; r < rows; r++) {
+        for (int64_t c = 0; c < cols; c++) { w[r * cols + c] = keep * w[r * cols + c] - rate * x[flip ? c * rows + r : r * cols + c]; }
+    }
+}
+
+// One update of theta from dtheta. step counts from 1.
+static void optimizer_step(GPT *m, int64_t step, double lr, double grad_scale) {
+    const Config *cfg = &m->cfg;
+    for (int i = 0; i < m->num_params; i++) {
+        const Param *p = &m->params[i];
+        real *w = m->theta + p->offset, *g = m->grads + p->offset;
+        real *m1 = p->m < 0 ? NULL : m->moments + p->m, *m2 = p->v < 0 ? NULL : m->moments + p->v;
+        double decay = param_decays(m, p) ? cfg->weight_decay : 0;
+        int64_t n = p->rows * p->cols;
+        if (cfg->optimizer == OPTIMIZER_SGD) { sgd_update(w, g, m1, n, cfg, lr, decay, grad_scale); }
+        else if (m2) { adamw_update(w, g, m1, m2, n, cfg, step, lr, decay, grad_scale); }
+        else { muon_update(w, g, m1, p->rows, p->cols, cfg, lr, decay, grad_scale, m->muon); }
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------
+// 7. Data: token shards as one long stream, cut into windows of T+1 tokens at a stride of T.
+//
+// The windows run across the borders of shards, so that no shard's tail is lost. Each epoch visits every
+// window once, in an order that the seed and the epoch decide. So the state of the loader is one number,
+// the count of sequences drawn: it doesn't depend on batch sizes or on the number of GPUs.
+
+typedef struct Shard { char *path; const uint16_t *tokens; int64_t count, begin; } Shard; // begin: place in the stream
+typedef struct DataLoader {
+    Shard *shards;
+    int num_shards;
+    int64_t total, windows;  // tokens in all; windows in an epoch
+    int T, vocab;            // vocab: the largest named by a header, 0 for none
+    int shuffle;
+    uint64_t seed;
+    uint32_t fingerprint;    // of the first tokens of each shard and their number
+} DataLoader;
+
+static void shard_map(Shard *shard, char *path, int64_t begin, int *vocab) {
+    struct stat info;
+    int fd = open(path, O_RDONLY);
+    if (fd < 0 || fstat(fd, &info) != 0) { FAIL("%s: cannot open: %s; expected a token shard (make data)", path, strerror(errno)); }
+    if (S_ISDIR(info.st_mode)) { FAIL("%s: found a directory, expected a token shard, a list or a quoted glob", path); }
+    if (info.st_size < SHARD_HEADER_BYTES) { FAIL("%s: found %lld bytes, expected a token shard with a header of %d bytes", path, (long long)info.st_size, SHARD_HEADER_BYTES); }
+    void *map = mmap(NULL, (size_t)info.st_size, PROT_READ, MAP_SHARED, fd, 0);
+    if (map == MAP_FAILED) { FAIL("%s: cannot map: %s", path, strerror(errno)); }
+    close(fd);
+    const int32_t *header = (const int32_t *)map;
+    if (header[0] != SHARD_MAGIC) { FAIL("%s: found magic number %d, expected %d, a token shard", path, header[0], SHARD_MAGIC); }
+    if (header[1] != SHARD_VERSION) { FAIL("%s: found version %d, expected %d", path, header[1], SHARD_VERSION); }
+    if (header[2] < 0 || info.st_size != SHARD_HEADER_BYTES + 2 * (int64_t)header[2]) {
+        FAIL("%s: found %lld bytes, expected %lld for the %d tokens its header names", path, (long long)info.st_size, SHARD_HEADER_BYTES + 2 * (long long)header[2], header[2]);
+    }
+    if (header[3] < 0 || header[3] > 65536) { FAIL("%s: found vocabulary size %d, expected 0 to 65536", path, header[3]); }
+    if (header[3] > *vocab) { *vocab = header[3]; }
+    shard->path = path;
+    shard->tokens = (const uint16_t *)map + SHARD_HEADER_BYTES / 2;
+    shard->count = header[2];
+    shard->begin = begin;
+}
+
+// Opens "a.bin", "a.bin,b.bin" or a glob, sorted by name.
+static void loader_open(DataLoader *d, const char *pattern, const char *flag, int T, int shuffle, uint64_t seed) {
+    memset(d, 0, sizeof *d);
+    d->T = T;
+    d->shuffle = shuffle;
+    d->seed = seed;
+    char *list = text_format("%s", pattern), *save = NULL;
+    for (char *item = strtok_r(list, ",", &save); item; item = strtok_r(NULL, ",", &save)) {
+        glob_t found;
+        int status = glob(item, GLOB_NOCHECK, NULL, &found);
+        if (status != 0) { FAIL("%s %s: cannot list the files", flag, item); }
+        for (size_t i = 0; i < found.gl_pathc; i++) {
+            d->shards = (Shard *)realloc(d->shards, (size_t)(d->num_shards + 1) * sizeof(Shard));
+            if (!d->shards) { FAIL("out of memory"); }
+            Shard *shard = &d->shards[d->num_shards++];
+            shard_map(shard, text_format("%s", found.gl_pathv[i]), d->total, &d->vocab);
+            d->total += shard->count;
+            int64_t head = shard->count < 32768 ? shard->count : 32768;
+            d->fingerprint = (uint32_t)crc32_z(d->fingerprint, (const unsigned char *)shard->tokens, (size_t)head * 2);
+            d->fingerprint = (uint32_t)crc32_z(d->fingerprint, (const unsigned char *)&shard->count, sizeof shard->count);
+        }
+        globfree(&found);
+    }
+    free(list);
+    if (d->num_shards == 0) { USAGE("%s: found \"%s\", expected a file, a list or a glob of token shards", flag, pattern); }
+    d->windows = (d->total - 1) / T;
+    if (d->windows < 1) { FAIL("%s %s: found %lld tokens, expected at least --seq-len + 1 = %d", flag, pattern, (long long)d->total, T + 1); }
+}
+
+static void loader_close(DataLoader *d) {
+    for (int i = 0; i < d->num_shards; i++) {
+        munmap((void *)(uintptr_t)((const char *)d->shards[i].tokens - SHARD_HEADER_BYTES), (size_t)(SHARD_HEADER_BYTES + 2 * d->shards[i].count));
+        free(d->shards[i].path);
+    }
+    free(d->shards);
+}
+
+// The place of item i in a random order of n items: a Feistel network permutes the next power of four,
+// and places outside of the n are walked past. No table, so 10 billion tokens need no memory.
+static int64_t shuffled(int64_t i, int64_t n, uint64_t key) {
+    int half = 1;
+    while (((int64_t)1 << (2 * half)) < n) { half++; }
+    uint64_t mask = ((uint64_t)1 << half) - 1, x = (uint64_t)i;
+    do {
+        uint64_t left = x >> half, right = x & mask;
+        for (uint64_t round = 0; round < 4; round++) {
+            uint64_t next = left ^ (random_u64(key ^ (round << 56) ^ right) & mask);
+            left = right;
+            right = next;
+        }
+        x = left << half | right;
+    } while (x >= (uint64_t)n);
+    return (int64_t)x;
+}
+
+// Copies sequence number `sequence` of the run: inputs (T) and the tokens that follow them, targets (T).
+static void loader_read(const DataLoader *d, int64_t sequence, int32_t *inputs, int32_t *targets, int V) {
+    int64_t epoch = sequence / d->windows, window = sequence % d->windows;
+    if (d->shuffle) { window = shuffled(window, d->windows, random_u64(d->seed * 0x9E3779B97F4A7C15u + (uint64_t)epoch)); }
+    int64_t at = window * d->T;
+    int s = 0;
+    while (at >= d->shards[s].begin + d->shards[s].count) { s++; }
+    for (int t = 0; t <= d->T; t++, at++) {
+        while (at >= d->shards[s].begin + d->shards[s].count) { s++; }
+        int32_t token = d->shards[s].tokens[at - d->shards[s].begin];
+        if (token >= V) { FAIL("%s: found token %d at place %lld, expected less than the vocabulary of %d", d->shards[s].path, token, (long long)(at - d->shards[s].begin), V); }
+        if (t < d->T) { inputs[t] = token; }
+        if (t > 0) { targets[t - 1] = token; }
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------
+// 8. Checkpoints and logs. A checkpoint is a folder OUT/step_NNNNNNNN with
+//      model.safetensors      theta by name; configuration and loader state as metadata
+//      optimizer.safetensors  the moments
+//      manifest.txt           CRC-32, size and name of both
+// written under a temporary name, flushed and renamed, so that a kill at any moment leaves it whole or absent.
+
+static void remove_dir(const char *path) {
+    DIR *dir = opendir(path);
+    for (struct dirent *e; dir && (e = readdir(dir));) {
+        if (strcmp(e->d_name, ".") == 0 || strcmp(e->d_name, "..") == 0) { continue; }
+        char file[4400];
+        snprintf(file, sizeof file, "%s/%s", path, e->d_name);
+        unlink(file);
+    }
+    if (dir) { closedir(dir); }
+    rmdir(path);
+}
+
+static void make_dirs(const char *path) {
+    char part[4096];
+    snprintf(part, sizeof part, "%s", path);
+    for (char *slash = part + 1;; slash++) {
+        if (*slash != '/' && *slash) { continue; }
+        char end = *slash;
+        *slash = '\0';
+        struct stat info;
+        if (mkdir(part, 0777) != 0 && (errno != EEXIST || stat(part, &info) != 0 || !S_ISDIR(info.st_mode))) {
+            FAIL("--out %s: cannot create folder %s: %s", path, part, strerror(errno == EEXIST ? ENOTDIR : errno));
+        }
+        if (!end) { return; }
+        *slash = '/';
+    }
+}
+
+static void sync_dir(const char *path) {
+    int fd = open(path, O_RDONLY);
+    if (fd < 0 || fsync(fd) != 0) { FAIL("%s: cannot flush to disk: %s", path, strerror(errno)); }
+    close(fd);
+}
+
+// A file being written, with the CRC of what has gone in.
+typedef struct OutFile { FILE *file; char path[4400]; uint32_t crc; int64_t bytes; } OutFile;
+
+static void out_open(OutFile *o, const char *path) {
+    snprintf(o->path, sizeof o->path, "%s", path);
+    o->crc = 0;
+    o->bytes = 0;
+    o->file = fopen(path, "wb");
+    if (!o->file) { FAIL("%s: cannot create: %s", path, strerror(errno)); }
+}
+static void out_write(OutFile *o, const void *data, size_t n) {
+    if (fwrite(data, 1, n, o->file) != n) { FAIL("%s: cannot write: %s", o->path, strerror(errno)); }
+    o->crc = (uint32_t)crc32_z(o->crc, (const unsigned char *)data, n);
+    o->bytes += (int64_t)n;
+}
+static void out_close(OutFile *o) { // to the disk, not just to the system
+    if (fflush(o->file) != 0 || fsync(fileno(o->file)) != 0) { FAIL("%s: cannot write: %s", o->path, strerror(errno)); }
+    if (fclose(o->file) != 0) { FAIL("%s: cannot close: %s", o->path, strerror(errno)); }
+}
+static void write_text_file(const char *path, const char *text) {
+    char temporary[4400];
+    OutFile o;
+    snprintf(temporary, sizeof temporary, "%s.tmp", path);
+    out_open(&o, temporary);
+    out_write(&o, text, strlen(text));
+    out_close(&o);
+    if (rename(temporary, path) != 0) { FAIL("%s: cannot rename to %s: %s", temporary, path, strerror(errno)); }
+}
+
+// A tensor of a safetensors file: its name and where its values are.
+typedef struct Tensor { char name[96]; int64_t rows, cols; int vector; real *data; } Tensor;
+#define DTYPE (sizeof(real) == 8 ? "F64" : "F32")
+
+// The tensors of one file of a checkpoint: theta, or the optimizer's moments. The caller frees them.
+static Tensor *checkpoint_tensors(const GPT *m, int moments, int *count) {
+    Tensor *tensors = (Tensor *)calloc((size_t)m->num_params * 2 + 1, sizeof(Tensor));
+    if (!tensors) { FAIL("out of memory"); }
+    *count = 0;
+    for (int i = 0; i < m->num_params; i++) {
+        const Param *p = &m->params[i];
+        for (int k = 0; k < (moments ? 2 : 1); k++) {
+            int64_t at = !moments ? p->offset : k ? p->v : p->m;
+            if (at < 0) { continue; }
+            Tensor *t = &tensors[(*count)++];
+            snprintf(t->name, sizeof t->name, "%s%s", p->name, !moments ? "" : k ? ".v" : ".m");
+            t->rows = p->rows;
+            t->cols = p->cols;
+            t->vector = p->role >= ROLE_GAMMA_B;
+            t->data = (moments ? m->moments : m->theta) + at;
+        }
+    }
+    return tensors;
+}
+
+// safetensors: uint64 size of the header, a JSON header {"__metadata__": {...}, name: {dtype, shape, data_offsets}},
+// then the values. Takes ownership of metadata. Returns the finished file's CRC and size in *o.
+static void safetensors_write(OutFile *o, const char *path, const Tensor *tensors, int count, cJSON *metadata) {
+    cJSON *header = cJSON_CreateObject();
+    cJSON_AddItemToObject(header, "__metadata__", metadata);
+    int64_t offset = 0;
+    for (int i = 0; i < count; i++) {
+        const Tensor *t = &tensors[i];
+        cJSON *entry = cJSON_AddObjectToObject(header, t->name);
+        cJSON_AddStringToObject(entry, "dtype", DTYPE);
+        cJSON *shape = cJSON_AddArrayToObject(entry, "shape"), *offsets;
+        if (!t->vector) { cJSON_AddItemToArray(shape, cJSON_CreateNumber((double)t->rows)); }
+        cJSON_AddItemToArray(shape, cJSON_CreateNumber((double)t->cols));
+        offsets = cJSON_AddArrayToObject(entry, "data_offsets");
+        cJSON_AddItemToArray(offsets, cJSON_CreateNumber((double)offset));
+        offset += t->rows * t->cols * (int64_t)sizeof(real);
+        cJSON_AddItemToArray(offsets, cJSON_CreateNumber((double)offset));
+    }
+    char *text = cJSON_PrintUnformatted(header);
+    cJSON_Delete(header);
+    if (!text) { FAIL("%s: out of memory for the header", path); }
+    uint64_t length = strlen(text), padded = (length + 7) / 8 * 8; // values begin at a multiple of 8 bytes
+    out_open(o, path);
+    out_write(o, &padded, sizeof padded);
+    out_write(o, text, length);
+    out_write(o, "        ", padded - length);
+    free(text);
+    for (int i = 0; i < count; i++) { out_write(o, tensors[i].data, (size_t)(tensors[i].rows * tensors[i].cols) * sizeof(real)); }
+    out_close(o);
+}
+
+// A safetensors file, mapped and with its header parsed.
+typedef struct SafeFile { char path[4400]; const char *map; size_t size; const char *values; int64_t values_size; cJSON *header; } SafeFile;
+
+static void safetensors_open(SafeFile *f, const char *path) {
+    snprintf(f->path, sizeof f->path, "%s", path);
+    struct stat info;
+    int fd = open(path, O_RDONLY);
+    if (fd < 0 || fstat(fd, &info) != 0) { FAIL("%s: cannot open: %s", path, strerror(errno)); }
+    uint64_t length = 0;
+    f->size = (size_t)info.st_size;
+    if (!S_ISREG(info.st_mode) || info.st_size < 16) { FAIL("%s: found %lld bytes, expected a safetensors file", path, (long long)info.st_size); }
+    void *map = mmap(NULL, f->size, PROT_READ, MAP_PRIVATE, fd, 0);
+    if (map == MAP_FAILED) { FAIL("%s: cannot map: %s", path, strerror(errno)); }
+    close(fd);
+    f->map = (const char *)map;
+    memcpy(&length, map, 8);
+    if (length > f->size - 8) { FAIL("%s: found a header of %llu bytes in a file of %zu, expected a safetensors file", path, (unsigned long long)length, f->size); }
+    f->header = cJSON_ParseWithLength(f->map + 8, (size_t)length);
+    if (!cJSON_IsObject(f->header)) { FAIL("%s: found a header that is not JSON, expected a safetensors file", path); }
+    f->values = f->map + 8 + length;
+    f->values_size = (int64_t)(f->size - 8 - length);
+}
+static void safetensors_close(SafeFile *f) {
+    munmap((void *)(uintptr_t)f->map, f->size);
+    cJSON_Delete(f->header);
+}
+
+// Copies a tensor's values from the file; its dtype and shape must be as the table says.
+static void safetensors_read(const SafeFile *f, const Tensor *t) {
+    const cJSON *entry = cJSON_GetObjectItemCaseSensitive(f->header, t->name);
+    if (!entry) { FAIL("%s: found no tensor %s, expected it for this configuration", f->path, t->name); }
+    const cJSON *dtype = cJSON_GetObjectItemCaseSensitive(entry, "dtype"), *shape = cJSON_GetObjectItemCaseSensitive(entry, "shape");
+    const cJSON *offsets = cJSON_GetObjectItemCaseSensitive(entry, "data_offsets");
+    int dims = t->vector ? 1 : 2, same = cJSON_GetArraySize(shape) == dims && cJSON_IsString(dtype) && strcmp(dtype->valuestring, DTYPE) == 0;
+    for (int i = 0; i < dims && same; i++) {
+        const cJSON *size = cJSON_GetArrayItem(shape, i);
+        same = cJSON_IsNumber(size) && (int64_t)size->valuedouble == (t->vector || i == 1 ? t->cols : t->rows);
+    }
+    const cJSON *begin = cJSON_GetArrayItem(offsets, 0), *end = cJSON_GetArrayItem(offsets, 1);
+    int64_t bytes = t->rows * t->cols * (int64_t)sizeof(real);
+    if (!same || !cJSON_IsNumber(begin) || !cJSON_IsNumber(end)) { FAIL("%s: found tensor %s of another type or shape, expected %s (%lld, %lld)", f->path, t->name, DTYPE, (long long)t->rows, (long long)t->cols); }
+    int64_t from = (int64_t)begin->valuedouble, to = (int64_t)end->valuedouble;
+    if (from < 0 || to - from != bytes || to > f->values_size) { FAIL("%s: found tensor %s at bytes %lld to %lld of %lld, expected %lld bytes", f->path, t->name, (long long)from, (long long)to, (long long)f->values_size, (long long)bytes); }
+    memcpy(t->data, f->values + from, (size_t)bytes);
+}
+
+// What a run needs to go on, beside theta and the moments.
+typedef struct TrainState { int64_t step, sequences; uint32_t fingerprint; } TrainState;
+
+static cJSON *checkpoint_metadata(const GPT *m, const TrainState *state) {
+    cJSON *meta = cJSON_CreateObject();
+    char text[4400];
+    cJSON_AddStringToObject(meta, "format", "scale-vector-gpt 1");
+    snprintf(text, sizeof text, "%lld", (long long)state->step);
+    cJSON_AddStringToObject(meta, "step", text);
+    snprintf(text, sizeof text, "%lld", (long long)state->sequences);
+    cJSON_AddStringToObject(meta, "sequences", text);
+    snprintf(text, sizeof text, "%u", state->fingerprint);
+    cJSON_AddStringToObject(meta, "data_fingerprint", text);
+    for (int i = 0; i < NUM_OPTIONS; i++) {
+        if (options[i].scope == LOCAL) { continue; }
+        char name[64];
+        snprintf(name, sizeof name, "option.%s", options[i].name);
+        cJSON_AddStringToObject(meta, name, option_text(&m->cfg, i, text, sizeof text));
+    }
+    return meta;
+}
+
+static int is_checkpoint_name(const char *name) { // "step_" and eight digits or more
+    size_t digits = strspn(name + (strncmp(name, "step_", 5) == 0 ? 5 : strlen(name)), "0123456789");
+    return digits >= 8 && name[5 + digits] == '\0';
+}
+
+// Steps of the checkpoints in a run's folder, ascending; the caller frees them. -1: no such folder.
+static int checkpoint_list(const char *out, int64_t **steps) {
+    DIR *dir = opendir(out);
+    if (!dir) { return -1; }
+    int count = 0;
+    *steps = NULL;
+    for (struct dirent *e; (e = readdir(dir));) {
+        if (!is_checkpoint_name(e->d_name)) { continue; }
+        *steps = (int64_t *)realloc(*steps, (size_t)(count + 1) * sizeof(int64_t));
+        if (!*steps) { FAIL("out of memory"); }
+        int64_t step = strtoll(e->d_name + 5, NULL, 10);
+        int at = count++;
+        for (; at > 0 && (*steps)[at - 1] > step; at--) { (*steps)[at] = (*steps)[at - 1]; }
+        (*steps)[at] = step;
+    }
+    closedir(dir);
+    return count;
+}
+
+// Removes an old checkpoint: first it loses its name, so that a kill can't leave half of one under it.
+static void checkpoint_remove(const char *out, int64_t step) {
+    char path[4200], doomed[4300];
+    snprintf(path, sizeof path, "%s/step_%08lld", out, (long long)step);
+    snprintf(doomed, sizeof doomed, "%s.tmp", path);
+    remove_dir(doomed);
+    if (rename(path, doomed) != 0) { FAIL("%s: cannot rename: %s", path, strerror(errno)); }
+    remove_dir(doomed);
+}
+
+static void checkpoint_save(const GPT *m, const char *out, const TrainState *state) {
+    char path[4096], file[4400], manifest[512];
+    snprintf(path, sizeof path, "%s/step_%08lld", out, (long long)state->step);
+    snprintf(fail_cleanup_dir, sizeof fail_cleanup_dir, "%s/step_%08lld.tmp", out, (long long)state->step);
+    remove_dir(fail_cleanup_dir);
+    if (mkdir(fail_cleanup_dir, 0777) != 0) { FAIL("%s: cannot create: %s", fail_cleanup_dir, strerror(errno)); }
+    manifest[0] = '\0';
+    for (int part = 0; part < 2; part++) {
+        const char *name = part ? "optimizer.safetensors" : "model.safetensors";
+        int count;
+        OutFile o;
+        Tensor *tensors = checkpoint_tensors(m, part, &count);
+        snprintf(file, sizeof file, "%s/%s", fail_cleanup_dir, name);
+        cJSON *meta = part ? cJSON_CreateObject() : checkpoint_metadata(m, state);
+        if (part) { cJSON_AddStringToObject(meta, "format", "scale-vector-gpt 1 optimizer"); }
+        safetensors_write(&o, file, tensors, count, meta);
+        snprintf(manifest + strlen(manifest), sizeof manifest - strlen(manifest), "%08x %lld %s\n", o.crc, (long long)o.bytes, name);
+        free(tensors);
+    }
+    snprintf(file, sizeof file, "%s/manifest.txt", fail_cleanup_dir);
+    write_text_file(file, manifest);
+    sync_dir(fail_cleanup_dir);
+    struct stat info;
+    if (stat(path, &info) == 0) { checkpoint_remove(out, state->step); } // the same step once more, after a resume from an older one
+    if (rename(fail_cleanup_dir, path) != 0) { FAIL("%s: cannot rename to %s: %s", fail_cleanup_dir, path, strerror(errno)); }
+    fail_cleanup_dir[0] = '\0';
+    sync_dir(out);
+    int64_t *steps = NULL;
+    int count = checkpoint_list(out, &steps);
+    for (int i = 0; m->cfg.keep > 0 && i < count - m->cfg.keep; i++) { checkpoint_remove(out, steps[i]); }
+    free(steps);
+}
+
+// Finds the checkpoint that --resume means: PATH itself, or the newest in the run folder PATH.
+static void checkpoint_find(const char *resume, char *path, size_t path_size, char *run, size_t run_size) {
+    struct stat info;
+    char manifest[4400];
+    snprintf(path, path_size, "%s", resume);
+    while (strlen(path) > 1 && path[strlen(path) - 1] == '/') { path[strlen(path) - 1] = '\0'; }
+    if (stat(path, &info) != 0) { FAIL("--resume %s: cannot open: %s; expected a run's folder or a checkpoint", resume, strerror(errno)); }
+    if (!S_ISDIR(info.st_mode)) { FAIL("--resume %s: found a file, expected a run's folder or a checkpoint's", resume); }
+    const char *slash = strrchr(path, '/'), *name = slash ? slash + 1 : path;
+    snprintf(manifest, sizeof manifest, "%s/manifest.txt", path);
+    if (is_checkpoint_name(name) || stat(manifest, &info) == 0) {
+        snprintf(run, run_size, "%.*s", slash ? (int)(slash - path) : 1, slash ? path : ".");
+        return;
+    }
+    int64_t *steps = NULL;
+    int count = checkpoint_list(path, &steps);
+    if (count <= 0) { FAIL("--resume %s: found no complete checkpoint, expected a folder step_NNNNNNNN in it", resume); }
+    snprintf(run, run_size, "%s", path);
+    snprintf(path + strlen(path), path_size - strlen(path), "/step_%08lld", (long long)steps[count - 1]);
+    free(steps);
+}
+
+// Opens a file of a checkpoint after its size and CRC have been found as the manifest says.
+static void checkpoint_open(SafeFile *f, const char *checkpoint, const char *name) {
+    char path[4400], line[512];
+    snprintf(path, sizeof path, "%s/manifest.txt", checkpoint);
+    FILE *manifest = fopen(path, "rb");
+    if (!manifest) { FAIL("%s: cannot open: %s; expected a complete checkpoint", path, strerror(errno)); }
+    unsigned crc = 0;
+    long long bytes = -1;
+    while (fgets(line, sizeof line, manifest)) {
+        char file[256];
+        unsigned c;
+        long long b;
+        if (sscanf(line, "%8x %lld %255s", &c, &b, file) == 3 && strcmp(file, name) == 0) { crc = c; bytes = b; }
+    }
+    fclose(manifest);
+    if (bytes < 0) { FAIL("%s: found no line for %s, expected its CRC-32, size and name", path, name); }
+    snprintf(path, sizeof path, "%s/%s", checkpoint, name);
+    struct stat info;
+    if (stat(path, &info) != 0) { FAIL("%s: cannot open: %s", path, strerror(errno)); }
+    if ((long long)info.st_size != bytes) { FAIL("%s: found %lld bytes, expected %lld: it is damaged; an older checkpoint can be named with --resume", path, (long long)info.st_size, bytes); }
+    safetensors_open(f, path);
+    uint32_t found = (uint32_t)crc32_z(0, (const unsigned char *)f->map, f->size);
+    if (found != crc) { FAIL("%s: found CRC-32 %08x, expected %08x: it is damaged; an older checkpoint can be named with --resume", path, found, crc); }
+}
+
+static const char *metadata_text(const SafeFile *f, const char *name) {
+    const cJSON *meta = cJSON_GetObjectItemCaseSensitive(f->header, "__metadata__");
+    const cJSON *item = cJSON_GetObjectItemCaseSensitive(meta, name);
+    if (!cJSON_IsString(item)) { FAIL("%s: found no \"%s\" in its metadata, expected a checkpoint of this program", f->path, name); }
+    return item->valuestring;
+}
+
+// First half of a resume: the stored options become the defaults of cfg. Flags already parsed stay.
+static void checkpoint_read_config(const SafeFile *f, Config *cfg, TrainState *state) {
+    char name[64], where[4500];
+    if (strcmp(metadata_text(f, "format"), "scale-vector-gpt 1") != 0) { FAIL("%s: found format \"%s\", expected \"scale-vector-gpt 1\"", f->path, metadata_text(f, "format")); }
+    for (int i = 0; i < NUM_OPTIONS; i++) {
+        if (options[i].scope == LOCAL || cfg->source[i] == FROM_FLAG) { continue; }
+        snprintf(name, sizeof name, "option.%s", options[i].name);
+        snprintf(where, sizeof where, "%s: %s", f->path, name);
+        option_set(cfg, i, metadata_text(f, name), FROM_CHECKPOINT, where);
+    }
+    state->step = strtoll(metadata_text(f, "step"), NULL, 10);
+    state->sequences = strtoll(metadata_text(f, "sequences"), NULL, 10);
+    state->fingerprint = (uint32_t)strtoul(metadata_text(f, "data_fingerprint"), NULL, 10);
+}
+
+// Second half, once presets and flags are resolved: what makes the model and the data order must be as stored.
+static void checkpoint_check_config(const SafeFile *f, const Config *cfg) {
+    char name[64], text[4400];
+    for (int i = 0; i < NUM_OPTIONS; i++) {
+        if (options[i].scope != FIXED) { continue; }
+        snprintf(name, sizeof name, "option.%s", options[i].name);
+        const char *stored = metadata_text(f, name);
+        if (strcmp(stored, option_text(cfg, i, text, sizeof text)) != 0) {
+            USAGE("--%s: found %s, expected %s as in the checkpoint %s; it can't change on resume", options[i].name, text, stored, f->path);
+        }
+    }
+}
+
+static void checkpoint_load(GPT *m, const char *checkpoint, const SafeFile *model, int moments) {
+    for (int part = 0; part <= moments; part++) {
+        int count;
+        Tensor *tensors = checkpoint_tensors(m, part, &count);
+        SafeFile optimizer;
+        if (part) { checkpoint_open(&optimizer, checkpoint, "optimizer.safetensors"); }
+        for (int i = 0; i < count; i++) { safetensors_read(part ? &optimizer : model, &tensors[i]); }
+        if (part) { safetensors_close(&optimizer); }
+        free(tensors);
+    }
+}
+
+// metrics.csv holds only what the same flags give again bit by bit; times go to timing.csv beside it.
+#define METRICS_HEADER "step,tokens,lr,train_loss,val_loss,grad_norm\n"
+#define TIMING_HEADER "step,ms,tokens_per_second\n"
+typedef struct CsvFile { FILE *file; char path[4400]; } CsvFile;
+
+// Opens a log for rows after `step`: rows of later steps, left by a run that was killed, are dropped first.
+static void csv_open(CsvFile *csv, const char *out, const char *name, const char *header, int64_t step) {
+    snprintf(csv->path, sizeof csv->path, "%s/%s", out, name);
+    FILE *old = step > 0 ? fopen(csv->path, "rb") : NULL;
+    char *kept = text_format("%s", header), *line = NULL;
+    size_t capacity = 0, length = strlen(kept), room = length + 1;
+    for (ssize_t n; old && (n = getline(&line, &capacity, old)) > 0;) {
+        char *end;
+        long long row = strtoll(line, &end, 10);
+        if (end == line || *end != ',' || row > step || line[n - 1] != '\n') { continue; }
+        while (length + (size_t)n + 1 > room) { room *= 2; }
+        kept = (char *)realloc(kept, room);
+        if (!kept) { FAIL("out of memory"); }
+        memcpy(kept + length, line, (size_t)n + 1);
+        length += (size_t)n;
+    }
+    free(line);
+    if (old) { fclose(old); }
+    write_text_file(csv->path, kept);
+    free(kept);
+    csv->file = fopen(csv->path, "ab");
+    if (!csv->file) { FAIL("%s: cannot open: %s", csv->path, strerror(errno)); }
+}
+static void csv_flush(CsvFile *csv) {
+    if (fflush(csv->file) != 0 || ferror(csv->file)) { FAIL("%s: cannot write: %s", csv->path, strerror(errno)); }
+}
+static void csv_close(CsvFile *csv) {
+    if (fclose(csv->file) != 0) { FAIL("%s: cannot write: %s", csv->path, strerror(errno)); }
+}
+
+// ----------------------------------------------------------------------------------------------------
+// 9. Sampling.
+
+static int compare_descending(const void *a, const void *b) {
+    real x = *(const real *)a, y = *(const real *)b;
+    return (x < y) - (x > y);
+}
+
+// Draws a token from softmax(logits / temperature) among the top_k likeliest; uniform in (0,1) decides.
+static int sample_token(const real *logits, real *sorted, int V, double temperature, int top_k, double uniform) {
+    int best = 0;
+    for (int v = 1; v < V; v++) { if (logits[v] > logits[best]) { best = v; } }
+    if (temperature == 0) { return best; }
+    real least = -INFINITY;
+    if (top_k > 0 && top_k < V) {
+        memcpy(sorted, logits, (size_t)V * sizeof(real));
+        qsort(sorted, (size_t)V, sizeof(real), compare_descending);
+        least = sorted[top_k - 1];
+    }
+    double sum = 0, running = 0;
+    for (int v = 0; v < V; v++) { if (logits[v] >= least) { sum += exp((logits[v] - logits[best]) / temperature); } }
+    for (int v = 0; v < V; v++) {
+        if (logits[v] < least) { continue; }
+        running += exp((logits[v] - logits[best]) / temperature);
+        if (running >= uniform * sum) { return v; }
+    }
+    return best;
+}
+
+// Prints --prompt and `count` more tokens. Each token costs a forward over the last T tokens at most.
+static void sample_print(GPT *m, const Tokenizer *tokenizer, int64_t count, uint64_t stream) {
+    const Config *cfg = &m->cfg;
+    if (tokenizer->eot >= cfg->vocab) { FAIL("--tokenizer: found end-of-text %d, expected less than the model's vocabulary of %d", tokenizer->eot, cfg->vocab); }
+    int32_t *tokens = NULL;
+    int64_t capacity = 0, n = 1 + tokenizer_encode(tokenizer, cfg->prompt, (int64_t)strlen(cfg->prompt), &tokens, &capacity);
+    tokens = (int32_t *)realloc(tokens, (size_t)(n + count) * sizeof(int32_t));
+    real *logits = (real *)malloc((size_t)cfg->vocab * 2 * sizeof(real));
+    if (!tokens || !logits) { FAIL("out of memory"); }
+    memmove(tokens + 1, tokens, (size_t)(n - 1) * sizeof(int32_t));
+    tokens[0] = tokenizer->eot; // a document begins
+    for (int64_t i = 1; i < n; i++) { if (tokens[i] >= cfg->vocab) { FAIL("--prompt: found token %d, expected less than the model's vocabulary of %d", tokens[i], cfg->vocab); } }
+    printf("%s", cfg->prompt);
+    for (int64_t i = 0; i < count; i++, n++) {
+        int T = n < cfg->seq_len ? (int)n : cfg->seq_len, length = 0;
+        gpt_forward(m, tokens + n - T, NULL, 1, T, 0);
+        gpt_logits(m, logits, 1);
+        tokens[n] = sample_token(logits, logits + cfg->vocab, cfg->vocab, cfg->temperature, cfg->top_k, random_uniform(stream + (uint64_t)i));
+        if (tokens[n] == tokenizer->eot) { printf("\n"); continue; }
+        const char *text = tokenizer_decode(tokenizer, tokens[n], &length);
+        fwrite(text, 1, (size_t)length, stdout);
+        fflush(stdout);
+    }
+    printf("\n");
+    free(tokens);
+    free(logits);
+}
+
+// The tokenizer of --tokenizer. auto: the one *.tiktoken file beside the data, else bytes where V is 256.
+// Returns 0 where there is none.
+static int tokenizer_open(Tokenizer *tokenizer, const Config *cfg) {
+    if (strcmp(cfg->tokenizer, "bytes") == 0) { tokenizer_bytes(tokenizer); return 1; }
+    if (strcmp(cfg->tokenizer, "auto") != 0) { tokenizer_load(tokenizer, cfg->tokenizer); return 1; }
+    const char *slash = strrchr(cfg->data, '/');
+    char *pattern = text_format("%.*s*.tiktoken", slash ? (int)(slash - cfg->data) + 1 : 0, cfg->data);
+    glob_t found;
+    int one = glob(pattern, 0, NULL, &found) == 0 && found.gl_pathc == 1;
+    if (one) { tokenizer_load(tokenizer, found.gl_pathv[0]); globfree(&found); }
+    else if (cfg->vocab == 256) { tokenizer_bytes(tokenizer); one = 1; }
+    free(pattern);
+    return one;
+}
+
+// ----------------------------------------------------------------------------------------------------
+// 10. main: train, resume, sample, estimate.
+
+static volatile sig_atomic_t stop_signal; // SIGINT or SIGTERM: finish the step, save, leave
+static void on_signal(int number) { stop_signal = number; }
+
+static double seconds(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+// FLOPs a token of forward and backward: 6 for each weight of a linear map, and 6 L C T for causal attention.
+static double flops_per_token(const GPT *m) {
+    double weights = 0, attention = (double)m->cfg.layers * m->cfg.heads * m->head_size * m->cfg.seq_len;
+    for (int i = 0; i < m->num_maps; i++) { weights += (double)m->maps[i].rows * (double)m->maps[i].cols; }
+    return 6 * weights + 6 * attention;
+}
+
+static void print_estimate(GPT *m) {
+    printf("%-12s %14s  %s\n", "role", "parameters", "");
+    int64_t vectors = 0;
+    for (int role = 0; role < NUM_ROLES; role++) {
+        int64_t n = 0;
+        for (int i = 0; i < m->num_params; i++) { if ((int)m->params[i].role == role) { n += m->params[i].rows * m->params[i].cols; } }
+        if (role >= ROLE_GAMMA_B) { vectors += n; }
+        printf("%-12s %14lld  %s\n", role_table[role].name, (long long)n, role_table[role].what);
+    }
+    printf("%-12s %14lld  of which in scale vectors: %lld (%.4f%%)\n", "total", (long long)m->num_theta, (long long)vectors, 100.0 * (double)vectors / (double)m->num_theta);
+    MemoryUse use = gpt_estimate_memory(m, m->cfg.batch, m->cfg.seq_len);
+    const double MiB = 1 << 20;
+    printf("memory, MiB  %14.1f  theta %.1f, theta~ %.1f, gradients %.1f, optimizer %.1f, activations %.1f, work space %.1f\n", (double)use.total / MiB,
+           (double)use.theta / MiB, (double)use.effective / MiB, (double)use.grads / MiB, (double)use.moments / MiB, (double)use.activations / MiB, (double)use.work / MiB);
+    printf("FLOPs        %14.3g  a token, forward and backward\n", flops_per_token(m));
+    double tokens = (double)m->cfg.steps * m->cfg.total_batch * m->cfg.seq_len;
+    printf("run          %14.3g  tokens in %lld steps: %.3g FLOPs, %.2f tokens a parameter\n", tokens, (long long)m->cfg.steps, tokens * flops_per_token(m), tokens / (double)m->num_theta);
+}
+
+// Every option with its value, in a few wrapped lines.
+static char *config_listing(const Config *cfg, const char *separator) {
+    char *all = text_format("%s", ""), value[4400];
+    for (int i = 0; i < NUM_OPTIONS; i++) {
+        if (options[i].type == TYPE_SWITCH) { continue; }
+        option_text(cfg, i, value, sizeof value);
+        if (!value[0]) { continue; }
+        char *longer = text_format("%s--%s %s%s", all, options[i].name, value, separator);
+        free(all);
+        all = longer;
+    }
+    return all;
+}
+
+// Mean loss over the first --val-batches micro-batches of the validation stream, always the same ones.
+static double validate(GPT *m, const DataLoader *val) {
+    int64_t B = m->cfg.batch, T = m->cfg.seq_len, sequences = m->cfg.val_batches * B;
+    if (sequences > val->windows) { sequences = val->windows; }
+    double sum = 0;
+    for (int64_t at = 0; at < sequences; at += B) {
+        int64_t rows = sequences - at < B ? sequences - at : B;
+        for (int64_t b = 0; b < rows; b++) { loader_read(val, at + b, m->inputs + b * T, m->targets + b * T, m->cfg.vocab); }
+        sum += gpt_forward(m, m->inputs, m->targets, (int)rows, (int)T, 0) * (double)rows;
+    }
+    return sum / (double)sequences;
+}
+
+// Gradient of one step over --total-batch sequences, in micro-batches. Returns the mean loss.
+static double train_gradient(GPT *m, const DataLoader *data, int64_t first_sequence) {
+    int B = m->cfg.batch, T = m->cfg.seq_len, micro = m->cfg.total_batch / B;
+    double loss = 0;
+    gpt_zero_grad(m);
+    for (int i = 0; i < micro; i++) {
+        for (int b = 0; b < B; b++) {
+            loader_read(data, first_sequence + (int64_t)i * B + b, m->inputs + (int64_t)b * T, m->targets + (int64_t)b * T, m->cfg.vocab);
+        }
+        loss += gpt_forward(m, m->inputs, m->targets, B, T, 1.0 / ((double)m->cfg.total_batch * T)) / micro;
+        gpt_backward(m, m->inputs);
+    }
+    reparameterize_backward(m);
+    return loss;
+}
+
+static void format_duration(double s, char *out, size_t size) {
+    long t = (long)(s + 0.5);
+    if (t < 3600) { snprintf(out, size, "%ld:%02ld", t / 60, t % 60); }
+    else if (t < 48 * 3600) { snprintf(out, size, "%ld:%02ld:%02ld", t / 3600, t / 60 % 60, t % 60); }
+    else { snprintf(out, size, "%.1f days", s / 86400); }
+}
+
+typedef struct Run {
+    DataLoader data, val;
+    int has_val, has_tokenizer, terminal;
+    Tokenizer tokenizer;
+    TrainState state;
+    CsvFile metrics, timing;
+    double last_ms;          // smoothed time of a step, for the ETA
+} Run;
+
+// One line a step, rewritten in place on a terminal; elsewhere only steps with a validation print.
+static void print_progress(const GPT *m, const Run *run, double loss, double val_loss, double lr, double norm, double tokens_per_second) {
+    int validated = !isnan(val_loss);
+    if (!run->terminal && !validated) { return; }
+    char eta[32], val[32] = "";
+    format_duration(run->last_ms / 1000 * (double)(m->cfg.steps - run->state.step), eta, sizeof eta);
+    if (validated) { snprintf(val, sizeof val, " | val %.4f", val_loss); }
+    printf("%sstep %lld/%lld | loss %.4f%s | lr %.2e | norm %.3f | %.0f tok/s | ETA %s%s", run->terminal ? "\r\033[K" : "", (long long)run->state.step,
+           (long long)m->cfg.steps, loss, val, lr, norm, tokens_per_second, eta, run->terminal && !validated ? "" : "\n");
+    fflush(stdout);
+}
+
+static void train_step(GPT *m, Run *run) {
+    const Config *cfg = &m->cfg;
+    int64_t step = run->state.step + 1, tokens = (int64_t)cfg->total_batch * cfg->seq_len;
+    double begin = seconds(), lr = learning_rate(cfg, step - 1);
+    double loss = train_gradient(m, &run->data, run->state.sequences);
+    double norm = gradient_norm(m);
+    if (!isfinite(loss) || !isfinite(norm)) {
+        int64_t *steps = NULL;
+        int count = checkpoint_list(cfg->out, &steps);
+        FAIL("found loss %g and gradient norm %g at step %lld, expected finite numbers; the last good checkpoint is %s%s%.0lld", loss, norm, (long long)step,
+             count > 0 ? cfg->out : "none", count > 0 ? "/step_" : "", count > 0 ? (long long)steps[count - 1] : 0);
+    }
+    optimizer_step(m, step, lr, cfg->grad_clip > 0 && norm > cfg->grad_clip ? cfg->grad_clip / norm : 1);
+    reparameterize_forward(m);
+    run->state.step = step;
+    run->state.sequences += cfg->total_batch;
+    double ms = 1000 * (seconds() - begin), val_loss = NAN;
+    run->last_ms = run->last_ms == 0 ? ms : 0.9 * run->last_ms + 0.1 * ms;
+    if (run->has_val && (step == cfg->steps || (cfg->val_every > 0 && step % cfg->val_every == 0))) { val_loss = validate(m, &run->val); }
+    fprintf(run->metrics.file, "%lld,%lld,%.9g,%.9g,", (long long)step, (long long)(run->state.sequences * cfg->seq_len), lr, loss);
+    if (!isnan(val_loss)) { fprintf(run->metrics.file, "%.9g", val_loss); }
+    fprintf(run->metrics.file, ",%.9g\n", norm);
+    fprintf(run->timing.file, "%lld,%.3f,%.1f\n", (long long)step, ms, (double)tokens / ms * 1000);
+    csv_flush(&run->metrics);
+    csv_flush(&run->timing);
+    print_progress(m, run, loss, val_loss, lr, norm, (double)tokens / ms * 1000);
+}
+
+static void train(GPT *m, Run *run) {
+    const Config *cfg = &m->cfg;
+    int64_t end = cfg->stop_at > 0 && cfg->stop_at < cfg->steps ? cfg->stop_at : cfg->steps;
+    if (run->state.step >= end) {
+        printf("nothing to do: the run stands at step %lld of %lld (--steps sets more)\n", (long long)run->state.step, (long long)end);
+        return;
+    }
+    char *listing = config_listing(cfg, "\n");
+    char *path = text_format("%s/config.txt", cfg->out);
+    write_text_file(path, listing);
+    free(listing);
+    free(path);
+    csv_open(&run->metrics, cfg->out, "metrics.csv", METRICS_HEADER, run->state.step);
+    csv_open(&run->timing, cfg->out, "timing.csv", TIMING_HEADER, run->state.step);
+    signal(SIGINT, on_signal);
+    signal(SIGTERM, on_signal);
+    while (run->state.step < end) {
+        train_step(m, run);
+        int64_t step = run->state.step;
+        int last = step == end || stop_signal;
+        if (last || (cfg->save_every > 0 && step % cfg->save_every == 0)) { checkpoint_save(m, cfg->out, &run->state); }
+        if (cfg->sample_every > 0 && step % cfg->sample_every == 0) {
+            printf("%ssample: ", run->terminal ? "\n" : "");
+            sample_print(m, &run->tokenizer, 100, random_u64((uint64_t)cfg->seed + ((uint64_t)step << 20)));
+        }
+        if (stop_signal) { break; }
+    }
+    csv_close(&run->metrics);
+    csv_close(&run->timing);
+    printf("%s%s at step %lld: %s/step_%08lld\n", run->terminal ? "\n" : "", stop_signal ? "stopped by a signal, saved" : "saved", (long long)run->state.step, cfg->out, (long long)run->state.step);
+}
+
+// Opens the training and validation data and settles V.
+static void open_data(Config *cfg, Run *run) {
+    loader_open(&run->data, cfg->data, "--data", cfg->seq_len, 1, (uint64_t)cfg->seed);
+    int named = run->data.vocab;
+    if (cfg->vocab == 0) { cfg->vocab = named ? (named + 63) / 64 * 64 : 50304; } // no vocabulary named: GPT-2's 50257, padded
+    if (cfg->vocab > 65536) { cfg->vocab = 65536; }
+    if (named > cfg->vocab) { USAGE("--vocab: found %d, expected at least the %d of %s", cfg->vocab, named, cfg->data); }
+    char *pattern = NULL;
+    if (strcmp(cfg->val_data, "none") == 0) { return; }
+    if (strcmp(cfg->val_data, "auto") == 0) {
+        const char *slash = strrchr(cfg->data, '/'), *name = slash ? slash + 1 : cfg->data, *word = strstr(name, "train");
+        pattern = text_format("%.*sval_*.bin", word ? (int)(word - cfg->data) : 0, cfg->data);
+        glob_t found;
+        int missing = !word || glob(pattern, 0, NULL, &found) != 0;
+        if (missing) {
+            printf("validation: none (found no %s beside --data; --val-data names it)\n", word ? pattern : "file with val for train in its name");
+            free(pattern);
+            return;
+        }
+        globfree(&found);
+    }
+    loader_open(&run->val, pattern ? pattern : cfg->val_data, "--val-data", cfg->seq_len, 0, 0);
+    free(pattern);
+    if (run->val.vocab > cfg->vocab) { USAGE("--val-data: found a vocabulary of %d, expected at most the model's %d", run->val.vocab, cfg->vocab); }
+    run->has_val = 1;
+}
+
+// The folder of a new run must not hold another run's files.
+static void prepare_out(const Config *cfg) {
+    char file[4400];
+    struct stat info;
+    int64_t *steps = NULL;
+    make_dirs(cfg->out);
+    snprintf(file, sizeof file, "%s/metrics.csv", cfg->out);
+    if (checkpoint_list(cfg->out, &steps) > 0 || stat(file, &info) == 0) {
+        FAIL("--out %s: found an earlier run in it, expected a new or empty folder; --resume %s goes on with it", cfg->out, cfg->out);
+    }
+    if (access(cfg->out, W_OK) != 0) { FAIL("--out %s: cannot write: %s", cfg->out, strerror(errno)); }
+}
+
+static void settle_steps(GPT *m) {
+    Config *cfg = &m->cfg;
+    if (cfg->tokens_per_param > 0) {
+        cfg->steps = (int64_t)ceil(cfg->tokens_per_param * (double)m->num_theta / ((double)cfg->total_batch * cfg->seq_len));
+        if (cfg->steps < 1) { cfg->steps = 1; }
+    }
+}
+
+#ifndef TESTING
+int main(int argc, char **argv) {
+    static Config cfg;
+    static GPT model;
+    static Run run;
+    static SafeFile model_file;
+    char checkpoint[4400] = "", run_folder[4400] = "";
+    config_defaults(&cfg);
+    config_parse_flags(&cfg, argc, (const char *const *)argv);
+    if (cfg.help) { print_help(); return 0; }
+    if (cfg.resume[0]) {
+        checkpoint_find(cfg.resume, checkpoint, sizeof checkpoint, run_folder, sizeof run_folder);
+        checkpoint_open(&model_file, checkpoint, "model.safetensors");
+        checkpoint_read_config(&model_file, &cfg, &run.state);
+        if (!given(&cfg, "out")) { cfg.out = run_folder; }
+    }
+    presets_apply(&cfg);
+    config_resolve(&cfg);
+    if (cfg.resume[0]) { checkpoint_check_config(&model_file, &cfg); }
+#ifdef _OPENMP
+    if (cfg.threads > 0) { omp_set_num_threads(cfg.threads); }
+#endif
+    run.terminal = isatty(STDOUT_FILENO);
+    if (cfg.sample == 0 && !(cfg.estimate && cfg.vocab > 0)) { open_data(&cfg, &run); }
+    gpt_build(&model, &cfg);
+    settle_steps(&model);
+    if (cfg.estimate) { print_estimate(&model); return 0; }
+    if (cfg.sample > 0 || cfg.sample_every > 0) {
+        run.has_tokenizer = tokenizer_open(&run.tokenizer, &model.cfg);
+        if (!run.has_tokenizer) { FAIL("--tokenizer auto: found no single .tiktoken file beside --data %s, expected --tokenizer FILE for samples", cfg.data); }
+    }
+    if (cfg.sample == 0 && !cfg.resume[0]) { prepare_out(&cfg); }
+    if (cfg.sample == 0 && cfg.resume[0] && run.state.fingerprint != run.data.fingerprint) {
+        FAIL("--data %s: found other tokens than the checkpoint %s was trained on, expected the same: the data order would change", cfg.data, checkpoint);
+    }
+    gpt_allocate(&model, cfg.sample > 0 ? 1 : cfg.batch, cfg.seq_len);
+    if (cfg.resume[0]) { checkpoint_load(&model, checkpoint, &model_file, cfg.sample == 0); safetensors_close(&model_file); }
+    else { gpt_init(&model); }
+    reparameterize_forward(&model);
+    if (cfg.sample > 0) { sample_print(&model, &run.tokenizer, cfg.sample, random_u64((uint64_t)cfg.seed)); return 0; }
+    run.state.fingerprint = run.data.fingerprint;
+    char *listing = config_listing(&model.cfg, " ");
+    printf("%s\n%lld parameters | %lld tokens in %d shard%s, %lld sequences an epoch\n", listing, (long long)model.num_theta,
+           (long long)run.data.total, run.data.num_shards, run.data.num_shards == 1 ? "" : "s", (long long)run.data.windows);
+    free(listing);
+    if (cfg.resume[0]) { printf("resumed from %s at step %lld\n", checkpoint, (long long)run.state.step); }
+    train(&model, &run);
+    return 0;
+}
+#endif
