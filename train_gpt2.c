@@ -572,6 +572,7 @@ typedef struct GPT {
     double *losses;                 // (N)
     int32_t *inputs, *targets;      // (N) each
     real *rope_cos, *rope_sin;      // (T,HS/2)
+    real *att_dot;                  // (B,NH,T) work space of attention_backward
     real *dx, *d_branch, *d_wide, *d_wide_raw, *d_att; // gradients of activations, reused by all layers
     int64_t head_chunk;
     int B, T;                       // of the last forward
@@ -848,7 +849,29 @@ static void reparameterize_backward(GPT *m) {
 // ----------------------------------------------------------------------------------------------------
 // 4. Layers: forward/backward pairs. `d_x` stands for dL/dx. N = B T tokens.
 
-// ----------------------------------------------------------------------------
+// e^x. Float: write x = n*ln2 + r with n whole and |r| <= ln2/2, so e^x = 2^n * e^r, where e^r is a short Taylor series and
+// 2^n is added straight into the exponent bits. There is no library call and no branch, so loops over it become SIMD code.
+static inline real exp_fast(real xr) {
+    if (sizeof(real) != sizeof(float)) { return (real)exp((double)xr); }
+    const float x = (float)xr, magic = 12582912.0f;
+    // Floats near magic = 1.5*2^23 are spaced 1 apart: adding it rounds to a whole n, and leaves n in the low bits.
+    const float t = x * 1.44269504f + magic, n = t - magic;
+    // ln2 in two parts; the first has few enough bits that n * part1 is exact, so r keeps full precision.
+    const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    float p = 1.0f / 5040;                          // Taylor, 1/7! down to 1/0!: the next term is < 6e-9, a tenth of an ulp
+    p = p * r + 1.0f / 720;  p = p * r + 1.0f / 120;  p = p * r + 1.0f / 24;  p = p * r + 1.0f / 6;  p = p * r + 0.5f;
+    p = (p * r) * r + r + 1.0f;                     // exactly 1 for x = 0
+    uint32_t tb, pb;
+    memcpy(&tb, &t, 4);  memcpy(&pb, &p, 4);
+    pb += tb << 23;                                 // the shift drops all of magic's bits: n is added to the exponent
+    // Outside the range of a float n does not fit the exponent: 0 below log(FLT_MIN), infinity above log(FLT_MAX), and NaN
+    // for NaN. By masks of all ones or zeros and not by ?:, which gcc would turn into branches.
+    const uint32_t below = -(uint32_t)(x < -87.33654f), above = -(uint32_t)(x > 88.72283f), nan = -(uint32_t)(x != x);
+    pb = (pb & ~(below | above)) | (above & 0x7f800000u) | nan;
+    memcpy(&p, &pb, 4);
+    return p;
+}
+
 // Matrix multiplication: C = A·B, or C += A·B.     C (M,N), A (M,K), B (K,N)
 //
 //     C[i][j] = sum over k of A[i][k] * B[k][j]
@@ -870,7 +893,6 @@ static void reparameterize_backward(GPT *m) {
 //              in L2, and everything packed in L3, each for as long as it is in use.
 // Threads share the packed panels, and each computes whole tiles of C. No sum over k is ever split
 // between threads, so the result is the same, bit for bit, for any number of threads.
-// ----------------------------------------------------------------------------
 
 #if defined(__AVX512F__)
 #define VEC_BYTES 64
@@ -879,6 +901,7 @@ static void reparameterize_backward(GPT *m) {
 #else
 #define VEC_BYTES 16 // SSE2, NEON
 #endif
+// GCC and Clang vectors: + and * work on VEC_BYTES / sizeof(real) numbers at once
 typedef real vec __attribute__((vector_size(VEC_BYTES), may_alias));
 typedef real vec_u __attribute__((vector_size(VEC_BYTES), aligned(sizeof(real)), may_alias)); // at any address
 typedef real vec4_u __attribute__((vector_size(4 * sizeof(real)), aligned(sizeof(real)), may_alias));
@@ -901,17 +924,12 @@ enum {
     BIG = 2048                                             // rows, columns packed at once: BIG x KC twice, in L3
 };
 
-#ifndef OMP
-#ifdef _OPENMP
-#define OMP_STRING(text) #text
-#define OMP(...) _Pragma(OMP_STRING(omp __VA_ARGS__))
-#else
-#define OMP(...)
-#endif
-#endif
-
 // Without this, gcc keeps the sums in memory before and after the loop over k.
+#ifdef __CUDACC__
+#define UNROLL // nvcc hands the host code on to gcc but knows no such pragma
+#else
 #define UNROLL _Pragma("GCC unroll 16")
+#endif
 
 // One tile of C from one panel of A (kc x MR) and one of B (kc x NR).
 static __attribute__((noinline)) void kernel(real *c, int64_t ldc, const real *a, const real *b, int64_t kc, int accumulate) {
@@ -961,7 +979,7 @@ static inline void transpose4(real *dst, int64_t W, const real *src, int64_t lin
 //     panel[k * W + i] = src[i * line + k * step]
 static inline __attribute__((always_inline)) void pack(real *dst, const real *src, int64_t line, int64_t step,
                                                        int64_t n, int64_t kc, const int W) {
-    OMP(for schedule(dynamic) nowait)
+    #pragma omp for schedule(dynamic) nowait
     for (int64_t g = 0; g < n; g += GROUP * W) {
         const int64_t end = at_most(g + GROUP * W, n);
         int64_t p = g;
@@ -995,8 +1013,7 @@ static real *panels(int64_t count) {
         free(memory);
         memory = (real *)aligned_alloc(64, (size_t)(count * (int64_t)sizeof(real) + 63) / 64 * 64);
         if (memory == NULL) {
-            fprintf(stderr, "matmul: cannot allocate %lld numbers for packing\n", (long long)count);
-            exit(1);
+            FAIL("matmul: cannot allocate %lld numbers for packing", (long long)count);
         }
         capacity = count;
     }
@@ -1022,7 +1039,7 @@ static void matmul(real *C, int64_t ldc, const real *A, int64_t ras, int64_t cas
     }
     const int64_t mb = piece(M, BIG, MR), nb = piece(N, BIG, NR), kb = piece(K, KC, 1), mc = piece(at_most(M, mb), MC, MR);
     real *const pa = panels((mb + nb) * kb + 64), *const pb = pa + (mb * kb + 63) / 64 * 64;
-    OMP(parallel if (M * N * K > 65536))
+    #pragma omp parallel if (M * N * K > 65536)
     for (int64_t jb = 0; jb < N; jb += nb)
         for (int64_t ib = 0; ib < M; ib += mb)
             for (int64_t k = 0; k < K; k += kb) {
@@ -1030,8 +1047,8 @@ static void matmul(real *C, int64_t ldc, const real *A, int64_t ras, int64_t cas
                 const int add = accumulate || k > 0;
                 pack(pa, A + ib * ras + k * cas, ras, cas, m, kc, MR);
                 pack(pb, B + k * rbs + jb * cbs, cbs, rbs, n, kc, NR);
-                OMP(barrier)
-                OMP(for schedule(dynamic) collapse(2))
+                #pragma omp barrier
+                #pragma omp for schedule(dynamic) collapse(2)
                 for (int64_t ic = 0; ic < m; ic += mc)
                     for (int64_t jc = 0; jc < n; jc += NC)
                         for (int64_t j = jc; j < at_most(jc + NC, n); j += NR)
@@ -1042,6 +1059,7 @@ static void matmul(real *C, int64_t ldc, const real *A, int64_t ras, int64_t cas
                             }
             }
 }
+
 // out (N,OC) = inp (N,C) W^T, W (OC,C)
 static void matmul_forward(real *out, const real *inp, const real *w, int64_t N, int64_t C, int64_t OC) {
     matmul(out, OC, inp, C, 1, w, 1, C, N, OC, C, 0);
@@ -1144,7 +1162,6 @@ static void rope(real *qkv, const real *cosines, const real *sines, int64_t N, i
     }
 }
 
-// ----------------------------------------------------------------------------
 // Causal self-attention, blocked ("flash"), forward and backward.
 //
 // For one query head, with q_t, k_s, v_s vectors of HS numbers and a = 1/sqrt(HS):
@@ -1161,53 +1178,12 @@ static void rope(real *qkv, const real *cosines, const real *sines, int64_t N, i
 // Everything expensive is a product of two small tiles, so the plan is: copy tiles out of the big strided tensors into
 // per-thread scratch (contiguous, zero-padded, transposed where a product wants it), and run one fast kernel on them.
 
-#ifdef _OPENMP
-#include <omp.h>
-#endif
-
-// e^x. Float: write x = n*ln2 + r with n whole and |r| <= ln2/2, so e^x = 2^n * e^r, where e^r is a short Taylor series and
-// 2^n is added straight into the exponent bits. There is no library call and no branch, so loops over it become SIMD code.
-static inline real exp_fast(real xr) {
-    if (sizeof(real) != sizeof(float)) { return (real)exp((double)xr); }
-    const float x = (float)xr, magic = 12582912.0f;
-    // Floats near magic = 1.5*2^23 are spaced 1 apart: adding it rounds to a whole n, and leaves n in the low bits.
-    const float t = x * 1.44269504f + magic, n = t - magic;
-    // ln2 in two parts; the first has few enough bits that n * part1 is exact, so r keeps full precision.
-    const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    float p = 1.0f / 5040;                          // Taylor, 1/7! down to 1/0!: the next term is < 6e-9, a tenth of an ulp
-    p = p * r + 1.0f / 720;
-    p = p * r + 1.0f / 120;
-    p = p * r + 1.0f / 24;
-    p = p * r + 1.0f / 6;
-    p = p * r + 0.5f;
-    p = (p * r) * r + r + 1.0f;                     // exactly 1 for x = 0
-    uint32_t tb, pb;
-    memcpy(&tb, &t, 4);
-    memcpy(&pb, &p, 4);
-    pb += tb << 23;                                 // the shift drops all of magic's bits: n is added to the exponent
-    // Outside the range of a float n does not fit the exponent: 0 below log(FLT_MIN), infinity above log(FLT_MAX), and NaN
-    // for NaN. By masks of all ones or zeros and not by ?:, which gcc would turn into branches.
-    const uint32_t below = -(uint32_t)(x < -87.33654f), above = -(uint32_t)(x > 88.72283f), nan = -(uint32_t)(x != x);
-    pb = (pb & ~(below | above)) | (above & 0x7f800000u) | nan;
-    memcpy(&p, &pb, 4);
-    return p;
-}
-
-// SIMD by the GCC/Clang vector extension: att_vec is ATT_VL reals and + and * work on all of them at once.
-#if defined(__AVX512F__)
-#define ATT_BYTES 64
-#elif defined(__AVX__)
-#define ATT_BYTES 32
-#else
-#define ATT_BYTES 16
-#endif
-typedef real att_vec __attribute__((vector_size(ATT_BYTES), aligned(sizeof(real)), may_alias));
 enum {
-    ATT_VL = ATT_BYTES / sizeof(real),
+    ATT_VL = VEC_BYTES / sizeof(real),
     ATT_MR = 6,                                     // kernel block: 6 rows x 2 vectors = 12 running sums, which with 2
     ATT_NR = 2 * ATT_VL,                            // vectors of B and 1 of A just fit the 16 registers of AVX2
     ATT_TILE = 96,                                  // queries or keys per tile; a multiple of ATT_MR and ATT_NR
-    ATT_MAX_HS = 256,                               // largest head size: sets the size of the scratch
+    ATT_MAX_HS = 256,                               // largest head size (config_resolve checks it): sets the size of the scratch
     ATT_LINE = 64 / sizeof(real),                   // one cache line of skew per row, see att_ld
     ATT_SCRATCH = 8 * ATT_TILE * (ATT_MAX_HS + ATT_LINE) + 2 * ATT_TILE * ATT_TILE + 2 * ATT_TILE
 };
@@ -1224,22 +1200,19 @@ static inline int att_ld(int HS) { return att_up(HS, ATT_NR) + ATT_LINE; }
 // twice; the 12 independent sums hide the latency of the fused multiply-add.
 static inline __attribute__((always_inline)) void att_block(real *__restrict__ c, int ldc, const real *__restrict__ a,
         int64_t ai, int64_t ak, const real *__restrict__ b, int ldb, int k0, int k1, int add) {
-    att_vec acc[ATT_MR][2];
-    memset(acc, 0, sizeof(acc));
+    vec_u acc[ATT_MR][2];  memset(acc, 0, sizeof(acc));
     for (int k = k0; k < k1; k++) {
-        att_vec b0 = *(const att_vec *)(b + (int64_t)k * ldb);
-        att_vec b1 = *(const att_vec *)(b + (int64_t)k * ldb + ATT_VL);
+        vec_u b0 = *(const vec_u *)(b + (int64_t)k * ldb);
+        vec_u b1 = *(const vec_u *)(b + (int64_t)k * ldb + ATT_VL);
         for (int i = 0; i < ATT_MR; i++) {
-            real x = a[i * ai + k * ak];
-            acc[i][0] += x * b0;
-            acc[i][1] += x * b1;
+            const real x = a[i * ai + k * ak];
+            acc[i][0] += x * b0;  acc[i][1] += x * b1;
         }
     }
     for (int i = 0; i < ATT_MR; i++) {
-        att_vec *ci = (att_vec *)(c + (int64_t)i * ldc);
+        vec_u *ci = (vec_u *)(c + (int64_t)i * ldc);
         if (add) { acc[i][0] += ci[0]; acc[i][1] += ci[1]; }
-        ci[0] = acc[i][0];
-        ci[1] = acc[i][1];
+        ci[0] = acc[i][0];  ci[1] = acc[i][1];
     }
 }
 
@@ -1307,8 +1280,7 @@ static void att_forward_tile(real *out, int64_t ostride, real *lse, const real *
         for (int i = 0; i < ns; i++) {
             real *s = st + i * ATT_TILE;
             for (int j = diag ? att_max(0, i - ATT_MR + 1) : 0; j < nv; j++) {
-                s[j] = exp_fast(s[j] - m[j]);
-                l[j] += s[j];
+                s[j] = exp_fast(s[j] - m[j]);  l[j] += s[j];
             }
         }
         if (s0 > 0) {
@@ -1327,7 +1299,6 @@ static void att_forward_tile(real *out, int64_t ostride, real *lse, const real *
 // lse (B,NH,T). Query head h uses key/value head h / (NH/KVH). Every (b, h, tile of queries) is an independent task.
 static void attention_forward(real *out, real *lse, const real *qkv, int B, int T, int NH, int KVH, int HS) {
     const int64_t C = (int64_t)NH * HS, stride = (int64_t)(NH + 2 * KVH) * HS, tiles = (T + ATT_TILE - 1) / ATT_TILE;
-    if (HS > ATT_MAX_HS) { fprintf(stderr, "attention: head size %d > %d\n", HS, (int)ATT_MAX_HS); exit(EXIT_FAILURE); }
     #pragma omp parallel for schedule(dynamic)
     for (int64_t task = 0; task < tiles * B * NH; task++) {
         const int t0 = (int)(tiles - 1 - task / (B * NH)) * ATT_TILE;  // longest rows first: short ones fill the gaps
@@ -1339,7 +1310,7 @@ static void attention_forward(real *out, real *lse, const real *qkv, int B, int 
 }
 
 // The tensors of the backward pass, to hand them around together.
-typedef struct {
+typedef struct att_args {
     real *dqkv; const real *dout, *qkv, *lse, *D;   // D (B,NH,T)
     int B, T, NH, KVH, HS;
 } att_args;
@@ -1382,31 +1353,26 @@ static void att_backward_tiles(att_args A, int b, int kvh, int s0, int s1, int q
                     att_mm(dv, ld, p, TL, 1, go, ld, ns, HS, n, 1, diag ? ATT_K_FROM_ROW : ATT_ALL);
                     att_mm(dk, ld, ds, TL, 1, qq, ld, ns, HS, n, 1, diag ? ATT_K_FROM_ROW : ATT_ALL);
                 }
-                if (do_q) {
-                    att_mm(dq, ld, ds, TL, 0, kk, ld, n, HS, ns, 0, diag ? ATT_K_TO_ROW : ATT_ALL);
-                    for (int i = 0; i < n; i++) {
-                        real *dst = A.dqkv + (row0 + t0 + i) * stride + h * HS, *src = dq + i * ld;
-                        for (int d = 0; d < HS; d++) { dst[d] = s0 > 0 ? dst[d] + src[d] : src[d]; }
-                    }
+                if (!do_q) { continue; }
+                att_mm(dq, ld, ds, TL, 0, kk, ld, n, HS, ns, 0, diag ? ATT_K_TO_ROW : ATT_ALL);
+                for (int i = 0; i < n; i++) {
+                    real *dst = A.dqkv + (row0 + t0 + i) * stride + h * HS, *src = dq + i * ld;
+                    for (int d = 0; d < HS; d++) { dst[d] = s0 > 0 ? dst[d] + src[d] : src[d]; }
                 }
             }
         }
         for (int i = 0; do_kv && i < ns; i++) {
             real *dst = A.dqkv + (row0 + s0 + i) * stride + koff;
-            memcpy(dst, dk + i * ld, (size_t)HS * sizeof(real));
-            memcpy(dst + dv_off, dv + i * ld, (size_t)HS * sizeof(real));
+            for (int d = 0; d < HS; d++) { dst[d] = dk[i * ld + d];  dst[dv_off + d] = dv[i * ld + d]; }
         }
     }
 }
 
 // dqkv (same shape as qkv) is overwritten. Best is one task per (b, key/value head): it owns all gradients it adds to and
 // computes every P tile once (5 tile products). With too few such units for the threads, split twice instead: dk, dv by
-// tile of keys, then dq by tile of queries (2 + 5 products, P computed twice). Both add in the same order: same bits.
-static void attention_backward(real *dqkv, const real *dout, const real *qkv, const real *out, const real *lse,
+// tile of keys, then dq by tile of queries (2 + 5 products, P computed twice). Both add in the same order: same bits. D (B,NH,T) is work space.
+static void attention_backward(real *dqkv, real *D, const real *dout, const real *qkv, const real *out, const real *lse,
         int B, int T, int NH, int KVH, int HS) {
-    if (HS > ATT_MAX_HS) { fprintf(stderr, "attention: head size %d > %d\n", HS, (int)ATT_MAX_HS); exit(EXIT_FAILURE); }
-    real *D = (real *)malloc((size_t)B * NH * T * sizeof(real));
-    if (!D) { fprintf(stderr, "attention: out of memory\n"); exit(EXIT_FAILURE); }
     const att_args A = { dqkv, dout, qkv, lse, D, B, T, NH, KVH, HS };
     #pragma omp parallel for
     for (int64_t bt = 0; bt < (int64_t)B * T; bt++) {
@@ -1417,9 +1383,10 @@ static void attention_backward(real *dqkv, const real *dout, const real *qkv, co
             D[(bt / T * NH + h) * T + bt % T] = sum;
         }
     }
-    int threads = 1;
 #ifdef _OPENMP
-    threads = omp_get_max_threads();
+    const int threads = omp_get_max_threads();
+#else
+    const int threads = 1;
 #endif
     const int64_t units = (int64_t)B * KVH, tiles = (T + ATT_TILE - 1) / ATT_TILE;
     if ((units + threads - 1) / threads * threads * 5 <= units * 7) {   // idle threads cost less than 7/5 the work
@@ -1435,8 +1402,8 @@ static void attention_backward(real *dqkv, const real *dout, const real *qkv, co
             else          { att_backward_tiles(A, b, kvh, 0, t + 1, t, t + 1, 0, 1); }
         }
     }
-    free(D);
 }
+
 // h (N,H) = silu(gate) * up, silu(z) = z / (1 + e^-z); gu (N,2H) holds gate | up
 static void swiglu_forward(real *h, const real *gu, int64_t N, int64_t H) {
     #pragma omp parallel for schedule(static)
@@ -1467,9 +1434,14 @@ static void residual_forward(real *out, const real *a, const real *b, int64_t n)
 
 // Cross-entropy of one row of logits z (V); turns z into grad_scale * dloss/dz in place unless grad_scale is 0.
 static double cross_entropy_row(real *z, int32_t target, int64_t V, real grad_scale) {
-    real top = -INFINITY, sum = 0;
-    #pragma omp simd reduction(max:top)
-    for (int64_t v = 0; v < V; v++) { top = z[v] > top ? z[v] : top; }
+    enum { LANES = 64 / sizeof(real) }; // a maximum a lane: without fast-math compilers don't vectorize one maximum
+    real lanes[LANES], top = -INFINITY, sum = 0;
+    for (int i = 0; i < LANES; i++) { lanes[i] = -INFINITY; }
+    for (int64_t v = 0; v + LANES <= V; v += LANES) {
+        for (int i = 0; i < LANES; i++) { lanes[i] = z[v + i] > lanes[i] ? z[v + i] : lanes[i]; }
+    }
+    for (int i = 0; i < LANES; i++) { top = lanes[i] > top ? lanes[i] : top; }
+    for (int64_t v = V / LANES * LANES; v < V; v++) { top = z[v] > top ? z[v] : top; } // a NaN is passed over here, but not by exp
     double at_target = z[target];
     if (grad_scale == 0) {
         #pragma omp simd reduction(+:sum)
@@ -1592,6 +1564,7 @@ static void layout_activations(GPT *m, Arena *a, int64_t B, int64_t T) {
     m->ln_final_rstd = arena_take(a, N);
     m->d_ln_final = arena_take(a, N * C);
     int64_t wide = Q > 2 * H ? Q : 2 * H;
+    m->att_dot = arena_take(a, N * cfg->heads);
     m->dx = arena_take(a, N * C);
     m->d_branch = arena_take(a, N * C);
     m->d_wide = arena_take(a, N * wide);
@@ -1735,7 +1708,7 @@ static void attention_block_backward(GPT *m, LayerActs *s, const LinearMap *maps
         d_o = m->d_branch;
     }
     matmul_backward(m->d_att, maps[SITE_O].dw_eff, d_o, s->att, maps[SITE_O].w_eff, N, (int64_t)NH * HS, C);
-    attention_backward(m->d_wide, m->d_att, s->qkv, s->att, s->lse, m->B, m->T, NH, KVH, HS);
+    attention_backward(m->d_wide, m->att_dot, m->d_att, s->qkv, s->att, s->lse, m->B, m->T, NH, KVH, HS);
     rope(m->d_wide, m->rope_cos, m->rope_sin, N, m->T, NH + KVH, HS, Q, -1);
     real *d_raw = m->d_wide;
     if (s->qkv_raw != s->qkv) {
@@ -2806,6 +2779,8 @@ int main(int argc, char **argv) {
     free(listing);
     if (cfg.resume[0]) { printf("resumed from %s at step %lld\n", checkpoint, (long long)run.state.step); }
     train(&model, &run);
+    loader_close(&run.data);
+    loader_close(&run.val);
     return 0;
 }
 #endif
