@@ -72,6 +72,7 @@ static void fail_at(int status, const char *file, int line, const char *format, 
 }
 #define FAIL(...)  fail_at(1, __FILE__, __LINE__, __VA_ARGS__)
 #define USAGE(...) fail_at(2, __FILE__, __LINE__, __VA_ARGS__)
+#define BAD_VALUE(source, ...) fail_at((source) == FROM_CHECKPOINT ? 1 : 2, __FILE__, __LINE__, __VA_ARGS__)
 
 // printf into memory of the right size; the caller frees it
 __attribute__((format(printf, 1, 2)))
@@ -294,7 +295,7 @@ static void option_set(Config *cfg, int index, const char *text, enum Source sou
     case TYPE_LONG: {
         long long value = strtoll(text, &end, 10);
         if (end == text || *end || errno || (double)value < o->low || (double)value > o->high) {
-            USAGE("%s: found \"%s\", expected a whole number from %.0f to %.0f", where, text, o->low, o->high);
+            BAD_VALUE(source, "%s: found \"%s\", expected a whole number from %.0f to %.0f", where, text, o->low, o->high);
         }
         if (o->type == TYPE_INT) { *(int *)field = (int)value; } else { *(int64_t *)field = value; }
         break;
@@ -304,7 +305,7 @@ static void option_set(Config *cfg, int index, const char *text, enum Source sou
         if (automatic && strcmp(text, "auto") == 0) { *(double *)field = AUTO; break; }
         double value = strtod(text, &end);
         if (end == text || *end || !isfinite(value) || value < o->low || value > o->high) {
-            USAGE("%s: found \"%s\", expected a number from %g to %g%s", where, text, o->low, o->high, automatic ? ", or auto" : "");
+            BAD_VALUE(source, "%s: found \"%s\", expected a number from %g to %g%s", where, text, o->low, o->high, automatic ? ", or auto" : "");
         }
         *(double *)field = value;
         break;
@@ -312,7 +313,7 @@ static void option_set(Config *cfg, int index, const char *text, enum Source sou
     case TYPE_SWITCH:
     case TYPE_CHOICE: {
         int value = find_choice(o->choices, text, strlen(text));
-        if (value < 0) { USAGE("%s: found \"%s\", expected one of %s", where, text, o->choices); }
+        if (value < 0) { BAD_VALUE(source, "%s: found \"%s\", expected one of %s", where, text, o->choices); }
         *(int *)field = value;
         break;
     }
@@ -1961,7 +1962,7 @@ typedef struct DataLoader {
 
 static void shard_map(Shard *shard, char *path, int64_t begin, int *vocab) {
     struct stat info;
-    int fd = open(path, O_RDONLY);
+    int fd = open(path, O_RDONLY | O_NONBLOCK); // O_NONBLOCK: don't wait for the writer of a named pipe
     if (fd < 0 || fstat(fd, &info) != 0) { FAIL("%s: cannot open: %s; expected a token shard (make data)", path, strerror(errno)); }
     if (S_ISDIR(info.st_mode)) { FAIL("%s: found a directory, expected a token shard, a list or a quoted glob", path); }
     if (info.st_size < SHARD_HEADER_BYTES) { FAIL("%s: found %lld bytes, expected a token shard with a header of %d bytes", path, (long long)info.st_size, SHARD_HEADER_BYTES); }
@@ -1988,6 +1989,10 @@ static void loader_open(DataLoader *d, const char *pattern, const char *flag, in
     d->T = T;
     d->shuffle = shuffle;
     d->seed = seed;
+    size_t end = strlen(pattern);
+    if (end == 0 || pattern[0] == ',' || pattern[end - 1] == ',' || strstr(pattern, ",,")) {
+        USAGE("%s: found \"%s\", expected a file, a list or a glob of token shards, with no empty item", flag, pattern);
+    }
     char *list = text_format("%s", pattern), *save = NULL;
     for (char *item = strtok_r(list, ",", &save); item; item = strtok_r(NULL, ",", &save)) {
         glob_t found;
@@ -2006,7 +2011,6 @@ static void loader_open(DataLoader *d, const char *pattern, const char *flag, in
         globfree(&found);
     }
     free(list);
-    if (d->num_shards == 0) { USAGE("%s: found \"%s\", expected a file, a list or a glob of token shards", flag, pattern); }
     d->windows = (d->total - 1) / T;
     if (d->windows < 1) { FAIL("%s %s: found %lld tokens, expected at least --seq-len + 1 = %d", flag, pattern, (long long)d->total, T + 1); }
 }
@@ -2242,7 +2246,8 @@ static cJSON *checkpoint_metadata(const GPT *m, const TrainState *state) {
         if (options[i].scope == LOCAL) { continue; }
         char name[64];
         snprintf(name, sizeof name, "option.%s", options[i].name);
-        cJSON_AddStringToObject(meta, name, option_text(&m->cfg, i, text, sizeof text));
+        const char *value = options[i].type == TYPE_TEXT ? *(const char *const *)option_field(&options[i], &m->cfg) : option_text(&m->cfg, i, text, sizeof text);
+        cJSON_AddStringToObject(meta, name, value); // a list of shards can be of any length
     }
     return meta;
 }
@@ -2275,10 +2280,21 @@ static int checkpoint_list(const char *out, int64_t **steps) {
 static void checkpoint_remove(const char *out, int64_t step) {
     char path[4200], doomed[4300];
     snprintf(path, sizeof path, "%s/step_%08lld", out, (long long)step);
-    snprintf(doomed, sizeof doomed, "%s.tmp", path);
+    snprintf(doomed, sizeof doomed, "%s.old.tmp", path); // not step_N.tmp, which may be the new checkpoint of this very step
     remove_dir(doomed);
     if (rename(path, doomed) != 0) { FAIL("%s: cannot rename: %s", path, strerror(errno)); }
     remove_dir(doomed);
+}
+
+// Removes what a kill has left of checkpoints that were being written or removed.
+static void checkpoint_remove_leftovers(const char *out) {
+    char *pattern = text_format("%s/step_*.tmp", out);
+    glob_t found;
+    if (glob(pattern, 0, NULL, &found) == 0) {
+        for (size_t i = 0; i < found.gl_pathc; i++) { remove_dir(found.gl_pathv[i]); }
+        globfree(&found);
+    }
+    free(pattern);
 }
 
 static void checkpoint_save(const GPT *m, const char *out, const TrainState *state) {
@@ -2310,6 +2326,7 @@ static void checkpoint_save(const GPT *m, const char *out, const TrainState *sta
     sync_dir(out);
     int64_t *steps = NULL;
     int count = checkpoint_list(out, &steps);
+    while (count > 0 && steps[count - 1] > state->step) { checkpoint_remove(out, steps[--count]); } // of steps that are done anew, as rows of metrics.csv
     for (int i = 0; m->cfg.keep > 0 && i < count - m->cfg.keep; i++) { checkpoint_remove(out, steps[i]); }
     free(steps);
 }
@@ -2380,6 +2397,7 @@ static void checkpoint_read_config(const SafeFile *f, Config *cfg, TrainState *s
     }
     state->step = strtoll(metadata_text(f, "step"), NULL, 10);
     state->sequences = strtoll(metadata_text(f, "sequences"), NULL, 10);
+    if (state->step < 1 || state->sequences < 1) { FAIL("%s: found step \"%s\" and sequences \"%s\", expected numbers above 0", f->path, metadata_text(f, "step"), metadata_text(f, "sequences")); }
     state->fingerprint = (uint32_t)strtoul(metadata_text(f, "data_fingerprint"), NULL, 10);
 }
 
@@ -2387,7 +2405,7 @@ static void checkpoint_read_config(const SafeFile *f, Config *cfg, TrainState *s
 static void checkpoint_check_config(const SafeFile *f, const Config *cfg) {
     char name[64], text[4400];
     for (int i = 0; i < NUM_OPTIONS; i++) {
-        if (options[i].scope != FIXED) { continue; }
+        if (options[i].scope != FIXED || (cfg->sample > 0 && options[i].offset == AT(seed))) { continue; } // another seed, another sample
         snprintf(name, sizeof name, "option.%s", options[i].name);
         const char *stored = metadata_text(f, name);
         if (strcmp(stored, option_text(cfg, i, text, sizeof text)) != 0) {
@@ -2518,6 +2536,11 @@ static int tokenizer_open(Tokenizer *tokenizer, const Config *cfg) {
 // ----------------------------------------------------------------------------------------------------
 // 10. main: train, resume, sample, estimate.
 
+static int finish(void) {
+    if (fflush(stdout) != 0 || ferror(stdout)) { FAIL("standard output: cannot write: %s", strerror(errno)); }
+    return 0;
+}
+
 static volatile sig_atomic_t stop_signal; // SIGINT or SIGTERM: finish the step, save, leave
 static void on_signal(int number) { stop_signal = number; }
 
@@ -2558,9 +2581,9 @@ static char *config_listing(const Config *cfg, const char *separator) {
     char *all = text_format("%s", ""), value[4400];
     for (int i = 0; i < NUM_OPTIONS; i++) {
         if (options[i].type == TYPE_SWITCH) { continue; }
-        option_text(cfg, i, value, sizeof value);
-        if (!value[0]) { continue; }
-        char *longer = text_format("%s--%s %s%s", all, options[i].name, value, separator);
+        const char *text = options[i].type == TYPE_TEXT ? *(const char *const *)option_field(&options[i], cfg) : option_text(cfg, i, value, sizeof value);
+        if (!text[0]) { continue; }
+        char *longer = text_format("%s--%s %s%s", all, options[i].name, text, separator);
         free(all);
         all = longer;
     }
@@ -2633,8 +2656,8 @@ static void train_step(GPT *m, Run *run) {
     if (!isfinite(loss) || !isfinite(norm)) {
         int64_t *steps = NULL;
         int count = checkpoint_list(cfg->out, &steps);
-        FAIL("found loss %g and gradient norm %g at step %lld, expected finite numbers; the last good checkpoint is %s%s%.0lld", loss, norm, (long long)step,
-             count > 0 ? cfg->out : "none", count > 0 ? "/step_" : "", count > 0 ? (long long)steps[count - 1] : 0);
+        FAIL("found loss %g and gradient norm %g at step %lld, expected finite numbers; the last good checkpoint is %s", fabs(loss), fabs(norm), (long long)step,
+             count > 0 ? text_format("%s/step_%08lld", cfg->out, (long long)steps[count - 1]) : "none");
     }
     optimizer_step(m, step, lr, cfg->grad_clip > 0 && norm > cfg->grad_clip ? cfg->grad_clip / norm : 1);
     reparameterize_forward(m);
@@ -2659,6 +2682,7 @@ static void train(GPT *m, Run *run) {
         printf("nothing to do: the run stands at step %lld of %lld (--steps sets more)\n", (long long)run->state.step, (long long)end);
         return;
     }
+    checkpoint_remove_leftovers(cfg->out);
     char *listing = config_listing(cfg, "\n");
     char *path = text_format("%s/config.txt", cfg->out);
     write_text_file(path, listing);
@@ -2677,7 +2701,7 @@ static void train(GPT *m, Run *run) {
             printf("%ssample: ", run->terminal ? "\n" : "");
             sample_print(m, &run->tokenizer, 100, random_u64((uint64_t)cfg->seed + ((uint64_t)step << 20)));
         }
-        if (stop_signal) { break; }
+        if (last) { break; } // not stop_signal: it may have come since the save was decided
     }
     csv_close(&run->metrics);
     csv_close(&run->timing);
@@ -2711,14 +2735,16 @@ static void open_data(Config *cfg, Run *run) {
     run->has_val = 1;
 }
 
+static int same_folder(const char *a, const char *b) {
+    struct stat of_a, of_b;
+    return stat(a, &of_a) == 0 && stat(b, &of_b) == 0 && of_a.st_dev == of_b.st_dev && of_a.st_ino == of_b.st_ino;
+}
+
 // The folder of a new run must not hold another run's files.
 static void prepare_out(const Config *cfg) {
-    char file[4400];
-    struct stat info;
     int64_t *steps = NULL;
     make_dirs(cfg->out);
-    snprintf(file, sizeof file, "%s/metrics.csv", cfg->out);
-    if (checkpoint_list(cfg->out, &steps) > 0 || stat(file, &info) == 0) {
+    if (checkpoint_list(cfg->out, &steps) > 0) { // logs alone are of a run that ended before its first checkpoint
         FAIL("--out %s: found an earlier run in it, expected a new or empty folder; --resume %s goes on with it", cfg->out, cfg->out);
     }
     if (access(cfg->out, W_OK) != 0) { FAIL("--out %s: cannot write: %s", cfg->out, strerror(errno)); }
@@ -2741,7 +2767,9 @@ int main(int argc, char **argv) {
     char checkpoint[4400] = "", run_folder[4400] = "";
     config_defaults(&cfg);
     config_parse_flags(&cfg, argc, (const char *const *)argv);
-    if (cfg.help) { print_help(); return 0; }
+    if (cfg.help) { print_help(); return finish(); }
+    if (!cfg.out[0]) { USAGE("--out: found \"\", expected a folder"); }
+    if (given(&cfg, "resume") && !cfg.resume[0]) { USAGE("--resume: found \"\", expected a run's folder or a checkpoint"); }
     if (cfg.resume[0]) {
         checkpoint_find(cfg.resume, checkpoint, sizeof checkpoint, run_folder, sizeof run_folder);
         checkpoint_open(&model_file, checkpoint, "model.safetensors");
@@ -2758,20 +2786,20 @@ int main(int argc, char **argv) {
     if (cfg.sample == 0 && !(cfg.estimate && cfg.vocab > 0)) { open_data(&cfg, &run); }
     gpt_build(&model, &cfg);
     settle_steps(&model);
-    if (cfg.estimate) { print_estimate(&model); return 0; }
+    if (cfg.estimate) { print_estimate(&model); return finish(); }
     if (cfg.sample > 0 || cfg.sample_every > 0) {
         run.has_tokenizer = tokenizer_open(&run.tokenizer, &model.cfg);
         if (!run.has_tokenizer) { FAIL("--tokenizer auto: found no single .tiktoken file beside --data %s, expected --tokenizer FILE for samples", cfg.data); }
     }
-    if (cfg.sample == 0 && !cfg.resume[0]) { prepare_out(&cfg); }
     if (cfg.sample == 0 && cfg.resume[0] && run.state.fingerprint != run.data.fingerprint) {
         FAIL("--data %s: found other tokens than the checkpoint %s was trained on, expected the same: the data order would change", cfg.data, checkpoint);
     }
     gpt_allocate(&model, cfg.sample > 0 ? 1 : cfg.batch, cfg.seq_len);
+    if (cfg.sample == 0 && !same_folder(cfg.out, run_folder)) { prepare_out(&cfg); }
     if (cfg.resume[0]) { checkpoint_load(&model, checkpoint, &model_file, cfg.sample == 0); safetensors_close(&model_file); }
     else { gpt_init(&model); }
     reparameterize_forward(&model);
-    if (cfg.sample > 0) { sample_print(&model, &run.tokenizer, cfg.sample, random_u64((uint64_t)cfg.seed)); return 0; }
+    if (cfg.sample > 0) { sample_print(&model, &run.tokenizer, cfg.sample, random_u64((uint64_t)cfg.seed)); return finish(); }
     run.state.fingerprint = run.data.fingerprint;
     char *listing = config_listing(&model.cfg, " ");
     printf("%s\n%lld parameters | %lld tokens in %d shard%s, %lld sequences an epoch\n", listing, (long long)model.num_theta,
@@ -2781,6 +2809,6 @@ int main(int argc, char **argv) {
     train(&model, &run);
     loader_close(&run.data);
     loader_close(&run.val);
-    return 0;
+    return finish();
 }
 #endif
