@@ -223,9 +223,9 @@ static const Preset variant_presets[] = {
 };
 #define COUNT(array) ((int)(sizeof(array) / sizeof((array)[0])))
 
-// Edit distance between two names, to suggest the nearest one for a typo.
+// Edit distance between two names, to suggest the nearest one for a typo; half off where one begins the other.
 static int edit_distance(const char *a, const char *b) {
-    int row[64], nb = (int)strlen(b);
+    int row[64] = {0}, nb = (int)strlen(b);
     if (nb > 62) { return 1000; }
     for (int j = 0; j <= nb; j++) { row[j] = j; }
     for (int i = 1; a[i - 1]; i++) {
@@ -239,7 +239,8 @@ static int edit_distance(const char *a, const char *b) {
             row[j] = best;
         }
     }
-    return row[nb];
+    size_t shorter = strlen(a) < strlen(b) ? strlen(a) : strlen(b);
+    return strncmp(a, b, shorter) == 0 ? row[nb] / 2 : row[nb];
 }
 
 static int find_option(const char *name) {
@@ -255,6 +256,18 @@ static int find_choice(const char *choices, const char *word, size_t n) {
         if (!choices[length]) { return -1; }
         choices += length + 1;
     }
+}
+
+// A copy of text that lives as long as the program, like argv: Configs are copied freely and share it.
+static const char *config_text(const char *text) {
+    typedef struct Copy { struct Copy *next; char text[]; } Copy;
+    static Copy *copies;
+    Copy *copy = (Copy *)malloc(sizeof(Copy) + strlen(text) + 1);
+    if (!copy) { FAIL("out of memory"); }
+    strcpy(copy->text, text);
+    copy->next = copies;
+    copies = copy;
+    return copy->text;
 }
 
 static void *option_field(const Option *o, const Config *cfg) { return (char *)(uintptr_t)cfg + o->offset; }
@@ -319,9 +332,7 @@ static void option_set(Config *cfg, int index, const char *text, enum Source sou
     }
     case TYPE_PLACEMENT: placement_parse((int *)field, text, where); break;
     case TYPE_TEXT: {
-        char *copy = strdup(text); // lives as long as the program, like argv
-        if (!copy) { FAIL("out of memory"); }
-        *(const char **)field = copy;
+        *(const char **)field = config_text(text);
         break;
     }
     }
@@ -457,7 +468,6 @@ static void config_resolve(Config *cfg) {
     if (cfg->kv_heads == 0) { cfg->kv_heads = cfg->heads; }
     if (cfg->hidden == 0) { cfg->hidden = (int)(8 * (int64_t)cfg->channels / 3); }
     if (cfg->total_batch == 0) { cfg->total_batch = cfg->batch; }
-    if (cfg->final_lr_frac == AUTO) { cfg->final_lr_frac = cfg->schedule == SCHEDULE_COSINE ? 0.05 : 0; }
     if (cfg->channels % cfg->heads != 0) { USAGE("--channels %d --heads %d: expected channels to be a multiple of heads", cfg->channels, cfg->heads); }
     int head_size = cfg->channels / cfg->heads;
     if (head_size % 2 != 0 || head_size > 256) { USAGE("--channels %d --heads %d: found a head size of %d, expected an even one up to 256 (RoPE turns pairs)", cfg->channels, cfg->heads, head_size); }
@@ -1833,10 +1843,11 @@ static void gpt_logits(GPT *m, real *logits, int64_t rows) {
 //   linear    from peak to final
 //   constant  peak
 static double learning_rate(const Config *cfg, int64_t step) {
-    double steps = (double)cfg->steps, warmup = floor(cfg->warmup * steps), done = (double)step + 1;
+    const double rounding = 1e-9; // so that 0.29 of 100 steps are 29, not 28.999...
+    double steps = (double)cfg->steps, warmup = floor(cfg->warmup * steps + rounding), done = (double)step + 1;
     double final_frac = cfg->final_lr_frac != AUTO ? cfg->final_lr_frac : cfg->schedule == SCHEDULE_COSINE ? 0.05 : 0;
     if (done <= warmup) { return cfg->lr * done / warmup; }
-    double begin = cfg->schedule == SCHEDULE_WSD ? floor((1 - cfg->decay_frac) * steps) : warmup;
+    double begin = cfg->schedule == SCHEDULE_WSD ? floor((1 - cfg->decay_frac) * steps + rounding) : warmup;
     if (cfg->schedule == SCHEDULE_CONSTANT || done <= begin) { return cfg->lr; }
     double progress = steps > begin ? (done - begin) / (steps - begin) : 1; // in (0, 1]
     if (cfg->schedule == SCHEDULE_COSINE) { return cfg->lr * (final_frac + (1 - final_frac) * 0.5 * (1 + cos(M_PI * progress))); }
@@ -2118,13 +2129,13 @@ static void out_close(OutFile *o) { // to the disk, not just to the system
     if (fclose(o->file) != 0) { FAIL("%s: cannot close: %s", o->path, strerror(errno)); }
 }
 static void write_text_file(const char *path, const char *text) {
-    char temporary[4400];
+    char *temporary = text_format("%s.tmp", path);
     OutFile o;
-    snprintf(temporary, sizeof temporary, "%s.tmp", path);
     out_open(&o, temporary);
     out_write(&o, text, strlen(text));
     out_close(&o);
     if (rename(temporary, path) != 0) { FAIL("%s: cannot rename to %s: %s", temporary, path, strerror(errno)); }
+    free(temporary);
 }
 
 // A tensor of a safetensors file: its name and where its values are.
@@ -2286,8 +2297,8 @@ static void checkpoint_remove(const char *out, int64_t step) {
     remove_dir(doomed);
 }
 
-// Removes what a kill has left of checkpoints that were being written or removed.
-static void checkpoint_remove_leftovers(const char *out) {
+// Keeps the newest `keep` checkpoints (0: all), and removes what a kill has left of others.
+static void checkpoint_tidy(const char *out, int64_t keep) {
     char *pattern = text_format("%s/step_*.tmp", out);
     glob_t found;
     if (glob(pattern, 0, NULL, &found) == 0) {
@@ -2295,6 +2306,10 @@ static void checkpoint_remove_leftovers(const char *out) {
         globfree(&found);
     }
     free(pattern);
+    int64_t *steps = NULL;
+    int count = checkpoint_list(out, &steps);
+    for (int i = 0; keep > 0 && i < count - keep; i++) { checkpoint_remove(out, steps[i]); }
+    free(steps);
 }
 
 static void checkpoint_save(const GPT *m, const char *out, const TrainState *state) {
@@ -2327,8 +2342,8 @@ static void checkpoint_save(const GPT *m, const char *out, const TrainState *sta
     int64_t *steps = NULL;
     int count = checkpoint_list(out, &steps);
     while (count > 0 && steps[count - 1] > state->step) { checkpoint_remove(out, steps[--count]); } // of steps that are done anew, as rows of metrics.csv
-    for (int i = 0; m->cfg.keep > 0 && i < count - m->cfg.keep; i++) { checkpoint_remove(out, steps[i]); }
     free(steps);
+    checkpoint_tidy(out, m->cfg.keep);
 }
 
 // Finds the checkpoint that --resume means: PATH itself, or the newest in the run folder PATH.
@@ -2678,11 +2693,11 @@ static void train_step(GPT *m, Run *run) {
 static void train(GPT *m, Run *run) {
     const Config *cfg = &m->cfg;
     int64_t end = cfg->stop_at > 0 && cfg->stop_at < cfg->steps ? cfg->stop_at : cfg->steps;
+    checkpoint_tidy(cfg->out, cfg->keep);
     if (run->state.step >= end) {
         printf("nothing to do: the run stands at step %lld of %lld (--steps sets more)\n", (long long)run->state.step, (long long)end);
         return;
     }
-    checkpoint_remove_leftovers(cfg->out);
     char *listing = config_listing(cfg, "\n");
     char *path = text_format("%s/config.txt", cfg->out);
     write_text_file(path, listing);
@@ -2752,10 +2767,11 @@ static void prepare_out(const Config *cfg) {
 
 static void settle_steps(GPT *m) {
     Config *cfg = &m->cfg;
-    if (cfg->tokens_per_param > 0) {
-        cfg->steps = (int64_t)ceil(cfg->tokens_per_param * (double)m->num_theta / ((double)cfg->total_batch * cfg->seq_len));
-        if (cfg->steps < 1) { cfg->steps = 1; }
-    }
+    if (cfg->tokens_per_param == 0) { return; }
+    double steps = ceil(cfg->tokens_per_param * (double)m->num_theta / ((double)cfg->total_batch * cfg->seq_len));
+    const Option *o = &options[find_option("steps")];
+    if (steps > o->high) { USAGE("--tokens-per-param: found %g, which makes %g steps, expected at most %g", cfg->tokens_per_param, steps, o->high); }
+    cfg->steps = steps < 1 ? 1 : (int64_t)steps;
 }
 
 #ifndef TESTING

@@ -528,8 +528,6 @@ static void print_text(const Language *lang, Author author, int64_t tokens) {
         tokens -= story.n;
     }
     free(story.tokens);
-    if (ferror(stdout) || fflush(stdout) != 0)
-        tok_fail("synth", "standard output: cannot write: %s", strerror(errno));
 }
 
 // ---------------------------------------------------------------------------
@@ -648,17 +646,23 @@ static Tally write_corpus(const Language *lang, double rate, Author train, Autho
     return tally;
 }
 
+// A full disk shows only when what was printed is flushed.
+static int finish_output(void) {
+    if (ferror(stdout) || fflush(stdout) != 0) tok_fail("synth", "standard output: cannot write: %s", strerror(errno));
+    return 0;
+}
+
 static int synth_main(int argc, char **argv) {
     static Language lang;
     int64_t value[OPTIONS];
     const char *out = "data/synthetic";
     parse_options(argc, argv, value, &out);
-    if (value[HELP]) return print_help(), 0;
+    if (value[HELP]) return print_help(), finish_output();
     language_build(&lang, (int)value[VOCAB]);
     if (lang.tokens >= lang.vocab)
         usage_error("--vocab: found %d, expected at least %d (English and end-of-text)", lang.vocab, lang.english + 1);
     Author train = author_make((uint64_t)value[SEED], 0), val = author_make((uint64_t)value[SEED], 1);
-    if (value[TEXT]) return print_text(&lang, train, value[TOKENS]), 0;
+    if (value[TEXT]) return print_text(&lang, train, value[TOKENS]), finish_output();
 
     Mean perfect = perfect_score(&lang);
     double rate = perfect.nats / perfect.tokens;
@@ -668,7 +672,7 @@ static int synth_main(int argc, char **argv) {
     printf("perfect model: %.4f nats/token (perplexity %.2f), %.1f tokens a story\n", rate, exp(rate), perfect.tokens);
     printf("its loss on the validation text: %.4f (standard error %.4f)\n", tally.nats / tally.tokens,
            sqrt(tally.squares) / tally.tokens);
-    return 0;
+    return finish_output();
 }
 
 #ifndef TESTING

@@ -56,7 +56,7 @@ static int run(char *error, size_t room, const char *const *args) {
 #define RUN(error, ...) run(error, sizeof(error), (const char *const[]){__VA_ARGS__, NULL})
 
 static unsigned char *slurp(const char *dir, const char *name, size_t *size) {
-    char path[256];
+    char path[1024];
     snprintf(path, sizeof(path), "%s/%s", dir, name);
     FILE *f = fopen(path, "rb");
     if (!f) return NULL;
