@@ -1,6 +1,7 @@
 # make            train_gpt2 and the data programs
 # make demo       the paper's idea in a few minutes: baseline against unified on a synthetic language
 # make test       all tests          make test-sanitize   the same under AddressSanitizer and UBSan, and valgrind
+# make bench      speed against OpenBLAS and PyTorch, parts of a step, memory (BENCH_FLAGS=--quick: about a minute)
 # make data       the synthetic corpus that train_gpt2 reads by default
 # make clean      removes what make built; runs/ and data/ stay
 #
@@ -29,7 +30,7 @@ override CFLAGS += $(OPENMP)
 HEADERS = data/tokenizer.h
 SANITIZE = -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g
 
-.PHONY: all demo data test test-sanitize sanitized-tests clean
+.PHONY: all demo data test bench test-sanitize sanitized-tests clean
 .DELETE_ON_ERROR:
 all: train_gpt2 data/tokenize data/synth
 
@@ -70,6 +71,18 @@ test-sanitize: all
 sanitized-tests: $(BUILD)/train_gpt2 $(TESTS)
 $(BUILD)/train_gpt2: train_gpt2.c $(HEADERS) Makefile | $(BUILD)
 	$(CC) $(CFLAGS) $< -o $@ $(LDFLAGS) $(LDLIBS)
+
+# bench_profile calls a hook at the entry and exit of functions, but not of the hot small ones (gcc by name; clang of
+# those it has inlined). The bench runs from the root of the repository.
+HOT = kernel,corner_tile,pack,panels,piece,transpose4,at_most,att_,exp_fast,cross_entropy_row,random_
+PROFILE = -DBENCH_PROFILE -finstrument-functions $(or $(call try,-finstrument-functions-exclude-function-list=$(HOT)),\
+    -finline-hint-functions -finstrument-functions-after-inlining)
+bench: $(BUILD)/bench $(BUILD)/bench_profile
+	$(BUILD)/bench $(BENCH_FLAGS)
+$(BUILD)/bench: dev/bench/bench.c train_gpt2.c $(HEADERS) Makefile | $(BUILD)
+	$(CC) $(CFLAGS) $< -o $@ $(LDFLAGS) $(LDLIBS) -ldl
+$(BUILD)/bench_profile: dev/bench/bench.c train_gpt2.c $(HEADERS) Makefile | $(BUILD)
+	$(CC) $(CFLAGS) $(PROFILE) $< -o $@ $(LDFLAGS) $(LDLIBS) -ldl
 
 clean:
 	rm -rf $(BUILD) train_gpt2 data/tokenize data/synth

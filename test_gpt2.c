@@ -624,7 +624,7 @@ Test(configuration, values_that_follow_from_others_and_contradictions) {
     config_from(&cfg, "--channels 96 --heads 3 --batch 5");
     cr_assert(cfg.hidden == 256 && cfg.kv_heads == 3 && cfg.total_batch == 5 && cfg.final_lr_frac == AUTO);
     config_from(&cfg, "--schedule wsd --warmup 0.8");
-    cr_assert_eq(cfg.final_lr_frac, 0);
+    cr_assert_eq(cfg.final_lr_frac, AUTO);
     static const char *const wrong[] = {"--channels 10 --heads 3", "--channels 6 --heads 2", "--channels 1024 --heads 2", "--heads 2 --kv-heads 3",
         "--batch 3 --total-batch 8", "--schedule wsd --warmup 0.9 --decay-frac 0.2", "--decay-frac 0.1", "--norm-scale off --reparam or",
         "--norm-scale off --hg on", "--steps 3 --tokens-per-param 2", "--layers", "--layers 0", "--layers 2x", "--lr nan", "--lr -1", "--lay 2",

@@ -2349,7 +2349,7 @@ static void checkpoint_save(const GPT *m, const char *out, const TrainState *sta
 // Finds the checkpoint that --resume means: PATH itself, or the newest in the run folder PATH.
 static void checkpoint_find(const char *resume, char *path, size_t path_size, char *run, size_t run_size) {
     struct stat info;
-    char manifest[4400];
+    char manifest[8800];
     snprintf(path, path_size, "%s", resume);
     while (strlen(path) > 1 && path[strlen(path) - 1] == '/') { path[strlen(path) - 1] = '\0'; }
     if (stat(path, &info) != 0) { FAIL("--resume %s: cannot open: %s; expected a run's folder or a checkpoint", resume, strerror(errno)); }
