@@ -587,6 +587,7 @@ typedef struct GPT {
     real *dx, *d_branch, *d_wide, *d_wide_raw, *d_att; // gradients of activations, reused by all layers
     int64_t head_chunk;
     int B, T;                       // of the last forward
+    int accumulate;                 // 0 in the first backward after gpt_zero_grad: gradients of matrices are written, then added to
 } GPT;
 
 enum { NUM_BLOCKS = 16 }; // sums over rows are split in so many parts, whatever the threads: same bits for any number of them
@@ -1076,10 +1077,10 @@ static void matmul_forward(real *out, const real *inp, const real *w, int64_t N,
     matmul(out, OC, inp, C, 1, w, 1, C, N, OC, C, 0);
 }
 
-// dinp (N,C) = dout (N,OC) W;  dw (OC,C) += dout^T inp
-static void matmul_backward(real *dinp, real *dw, const real *dout, const real *inp, const real *w, int64_t N, int64_t C, int64_t OC) {
+// dinp (N,C) = dout (N,OC) W;  dw (OC,C) = or += dout^T inp
+static void matmul_backward(real *dinp, real *dw, const real *dout, const real *inp, const real *w, int64_t N, int64_t C, int64_t OC, int accumulate) {
     matmul(dinp, C, dout, OC, 1, w, C, 1, N, C, OC, 0);
-    matmul(dw, C, dout, 1, OC, inp, C, 1, OC, C, N, 1);
+    matmul(dw, C, dout, 1, OC, inp, C, 1, OC, C, N, accumulate);
 }
 
 // out (N,C): row inputs[n] of the embedding (V,C)
@@ -1718,7 +1719,7 @@ static void attention_block_backward(GPT *m, LayerActs *s, const LinearMap *maps
         rmsnorm_backward(m->d_branch, maps[SITE_O].dnorm_eff, m->partial, m->dx, s->o_raw, s->o_rstd, maps[SITE_O].norm_eff, N, 1, C, C, 0);
         d_o = m->d_branch;
     }
-    matmul_backward(m->d_att, maps[SITE_O].dw_eff, d_o, s->att, maps[SITE_O].w_eff, N, (int64_t)NH * HS, C);
+    matmul_backward(m->d_att, maps[SITE_O].dw_eff, d_o, s->att, maps[SITE_O].w_eff, N, (int64_t)NH * HS, C, m->accumulate);
     attention_backward(m->d_wide, m->att_dot, m->d_att, s->qkv, s->att, s->lse, m->B, m->T, NH, KVH, HS);
     rope(m->d_wide, m->rope_cos, m->rope_sin, N, m->T, NH + KVH, HS, Q, -1);
     real *d_raw = m->d_wide;
@@ -1728,7 +1729,7 @@ static void attention_block_backward(GPT *m, LayerActs *s, const LinearMap *maps
         site_norm_backward(m, &maps[SITE_K], d_raw, m->d_wide, s->qkv_raw, s->qkv_rstd + N * NH, N, KVH, HS, (int64_t)NH * HS, Q);
         site_norm_backward(m, &maps[SITE_V], d_raw, m->d_wide, s->qkv_raw, s->qkv_rstd + N * (NH + KVH), N, KVH, HS, (int64_t)(NH + KVH) * HS, Q);
     }
-    matmul_backward(m->d_branch, maps[SITE_Q].dw_eff, d_raw, s->ln1, maps[SITE_Q].w_eff, N, C, Q);
+    matmul_backward(m->d_branch, maps[SITE_Q].dw_eff, d_raw, s->ln1, maps[SITE_Q].w_eff, N, C, Q, m->accumulate);
     rmsnorm_backward(m->dx, NULL, NULL, m->d_branch, s->x, s->ln1_rstd, NULL, N, 1, C, C, 1);
 }
 
@@ -1757,7 +1758,7 @@ static void ffn_block_backward(GPT *m, LayerActs *s, const LinearMap *maps) {
         d_down = m->d_branch;
     }
     real *d_h = m->d_att;
-    matmul_backward(d_h, maps[SITE_DOWN].dw_eff, d_down, s->h, maps[SITE_DOWN].w_eff, N, H, C);
+    matmul_backward(d_h, maps[SITE_DOWN].dw_eff, d_down, s->h, maps[SITE_DOWN].w_eff, N, H, C, m->accumulate);
     swiglu_backward(m->d_wide, d_h, s->gu, N, H);
     real *d_raw = m->d_wide;
     if (s->gu_raw != s->gu) {
@@ -1765,7 +1766,7 @@ static void ffn_block_backward(GPT *m, LayerActs *s, const LinearMap *maps) {
         site_norm_backward(m, &maps[SITE_GATE], d_raw, m->d_wide, s->gu_raw, s->gu_rstd, N, 1, H, 0, 2 * H);
         site_norm_backward(m, &maps[SITE_UP], d_raw, m->d_wide, s->gu_raw, s->gu_rstd + N, N, 1, H, H, 2 * H);
     }
-    matmul_backward(m->d_branch, maps[SITE_GATE].dw_eff, d_raw, s->ln2, maps[SITE_GATE].w_eff, N, C, 2 * H);
+    matmul_backward(m->d_branch, maps[SITE_GATE].dw_eff, d_raw, s->ln2, maps[SITE_GATE].w_eff, N, C, 2 * H, m->accumulate);
     rmsnorm_backward(m->dx, NULL, NULL, m->d_branch, s->x2, s->ln2_rstd, NULL, N, 1, C, C, 1);
 }
 
@@ -1779,7 +1780,7 @@ static double head_loss(GPT *m, const int32_t *targets, real grad_scale) {
         const real *x = m->ln_final + n * C;
         matmul_forward(m->logits, x, head->w_eff, rows, C, V);
         classifier(m->logits, m->losses + n, targets + n, rows, V, grad_scale, head->norm, head->norm_eff, head->dnorm_eff, m->head_scratch, m->partial);
-        if (grad_scale != 0) { matmul_backward(m->d_ln_final + n * C, head->dw_eff, m->logits, x, head->w_eff, rows, C, V); }
+        if (grad_scale != 0) { matmul_backward(m->d_ln_final + n * C, head->dw_eff, m->logits, x, head->w_eff, rows, C, V, m->accumulate || n > 0); }
     }
     double sum = 0;
     for (int64_t n = 0; n < N; n++) { sum += m->losses[n]; }
@@ -1803,7 +1804,7 @@ static double gpt_forward(GPT *m, const int32_t *inputs, const int32_t *targets,
     return targets ? head_loss(m, targets, (real)grad_scale) : 0;
 }
 
-// Adds to dtheta~ the gradients of the last gpt_forward, which must have had a grad_scale and the same inputs.
+// Adds to dtheta~ (after gpt_zero_grad: writes) the gradients of the last gpt_forward, which must have had a grad_scale and the same inputs.
 static void gpt_backward(GPT *m, const int32_t *inputs) {
     int64_t N = (int64_t)m->B * m->T, C = m->cfg.channels;
     rmsnorm_backward(m->dx, NULL, NULL, m->d_ln_final, m->x_final, m->ln_final_rstd, NULL, N, 1, C, C, 0);
@@ -1812,18 +1813,17 @@ static void gpt_backward(GPT *m, const int32_t *inputs) {
         attention_block_backward(m, &m->acts[l], gpt_layer_maps(m, l));
     }
     embedding_backward(m->grads + m->params[0].offset, m->dx, inputs, N, C);
+    m->accumulate = 1;
 }
 
+// Begins the gradient of a step. The first backward after it writes the gradients of matrices, so that they needn't
+// be cleared; only what is always added to is.
 static void gpt_zero_grad(GPT *m) {
-    const int64_t chunk = 1 << 20; // so that all threads share the work
+    const Param *embedding = &m->params[0];
+    m->accumulate = 0;
     #pragma omp parallel for schedule(static)
-    for (int64_t at = 0; at < m->num_theta; at += chunk) {
-        int64_t n = m->num_theta - at < chunk ? m->num_theta - at : chunk;
-        memset(m->grads + at, 0, (size_t)n * sizeof(real));
-    }
+    for (int64_t v = 0; v < embedding->rows; v++) { memset(m->grads + embedding->offset + v * embedding->cols, 0, (size_t)embedding->cols * sizeof(real)); }
     if (m->num_gamma) { memset(m->dgamma, 0, (size_t)m->num_gamma * sizeof(real)); }
-    const LinearMap *head = gpt_head(m);
-    if (head->dw_eff != m->grads + m->params[head->weight].offset) { memset(head->dw_eff, 0, (size_t)(head->rows * head->cols) * sizeof(real)); }
 }
 
 // Logits (rows,V) of the last `rows` tokens of the last gpt_forward, norm of the head included.
@@ -1861,9 +1861,12 @@ static double gradient_norm(const GPT *m) {
     #pragma omp parallel for schedule(static)
     for (int block = 0; block < BLOCKS; block++) {
         int64_t begin = m->num_theta * block / BLOCKS, end = m->num_theta * (block + 1) / BLOCKS;
-        double s = 0;
-        #pragma omp simd reduction(+:s)
-        for (int64_t i = begin; i < end; i++) { s += (double)m->grads[i] * m->grads[i]; }
+        double lanes[32] = {0}, s = 0; // many sums at a time: one would wait for itself at every addition
+        for (; begin + 32 <= end; begin += 32) {
+            for (int i = 0; i < 32; i++) { lanes[i] += (double)m->grads[begin + i] * m->grads[begin + i]; }
+        }
+        for (int i = 0; i < 32; i++) { s += lanes[i]; }
+        for (; begin < end; begin++) { s += (double)m->grads[begin] * m->grads[begin]; }
         sums[block] = s;
     }
     for (int block = 0; block < BLOCKS; block++) { sum += sums[block]; }
