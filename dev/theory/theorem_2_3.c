@@ -1,0 +1,179 @@
+// Theorem 2.3: with weight decay on W, an Input-Norm scale vector needs decay as well, or it and the Hessian grow.
+//
+//     dtheta = -(dL/dtheta + lambda theta) dt + sqrt(eta) dN      SGD of learning rate eta as an SDE
+//
+// In own words: gamma_j -> c gamma_j, w_j -> w_j / c changes nothing in W~, so the loss does not hold gamma back.
+// Decay on w alone shrinks w, and what is left of the gradient then makes gamma grow. With noise N on G = dL/dW~
+//
+//     d E(|gamma|^2 - |W|^2)/dt = 2 lambda E|W|^2 + eta E sum_j ( var(w_j . N_j) - gamma_j^2 tr var(N_j) )       (*)
+//
+// (the martingale parts cancel; with decay on gamma, - 2 lambda E|gamma|^2 is added.) Without noise, |w_j| -> s_j / gamma_j
+// with s_j = |w*_j|, so d gamma_j^2/dt = 2 lambda s_j^2 / gamma_j^2: gamma_j^2 -> 2 s_j sqrt(lambda t), twice as large for
+// four times the time, forever. The Hessian of column j has gamma_j^2 I on its diagonal and follows. With decay on gamma,
+// |gamma|^2 + |W|^2 <= max(its start, |W*|^2 / (2 lambda)), as -4 <W~, W~ - W*> <= |W*|^2.
+//
+// The noise decides. A minibatch of one has gradient G x x^T + xi x^T:
+//     minibatch  N = G Z, Z symmetric Gaussian with the covariance of x x^T - I. It dies with G; the growth stays as long
+//                as gamma_j^2 is well below 2 / (eta (d + 1)), where SGD itself becomes unstable.
+//     label      the noise xi of the labels adds sigma Xi, which never dies: the last term of (*), about
+//                -eta sigma^2 rows gamma_j^2, pulls gamma back, and decay on W alone does NOT make it diverge.
+// The program shows the theorem under the first, and the limit of the theorem under the second.
+//
+// Measured over seeds by Euler-Maruyama, each step being the trainer's own SGD step with --wd-scale all or none:
+// E|gamma|^2; lambda_max (power iteration), trace and Frobenius norm of the Hessian of the loss; both sides of (*).
+//
+//   cc -O2 -std=gnu11 -Wall -Wextra dev/theory/theorem_2_3.c -o build/theorem_2_3 -lcjson -lpcre2-8 -lz -lm
+#include "student.h"
+
+enum { T23_RIGHT, T23_WRONG_SIGN, T23_NO_DECAY_OF_GAMMA }; // the mistakes that the test makes on purpose
+enum { T23_ROWS = 3, T23_COLS = 4, T23_SEEDS = 6, T23_TIMES = 4 };
+static const double t23_times[T23_TIMES] = {4, 16, 64, 256};
+static const double t23_dt = 0.01, t23_lambda = 0.2, t23_eta = 0.001;
+
+typedef struct T23Row { double gamma2, W2, max, trace, frobenius; } T23Row; // means over seeds
+typedef struct T23Run { T23Row at[T23_TIMES]; double left, right; } T23Run; // left, right: both sides of (*), integrated
+
+// Hessian of the loss by central differences of the trainer's gradient, over the numbers of W and gamma.
+static void t23_hessian(Student *s, T23Row *row, Random *random) {
+    enum { N = T23_ROWS * T23_COLS + T23_COLS };
+    double H[N][N], v[N], Hv[N], *theta = s->gpt.theta, *first = student_W(s), trace = 0, frobenius = 0, max = 0;
+    const double h = 1e-4;
+    double *grads = s->gpt.grads + (first - theta);                        // gamma follows W in theta
+    for (int i = 0; i < N; i++) {
+        double keep = first[i];
+        first[i] = keep + h;
+        student_gradient(s, NULL);
+        for (int j = 0; j < N; j++) { H[i][j] = grads[j]; }
+        first[i] = keep - h;
+        student_gradient(s, NULL);
+        for (int j = 0; j < N; j++) { H[i][j] = (H[i][j] - grads[j]) / (2 * h); frobenius += H[i][j] * H[i][j]; }
+        trace += H[i][i];
+        first[i] = keep;
+    }
+    gaussians(v, N, 1, random);
+    for (int iteration = 0; iteration < 300; iteration++) {                // power iteration: v <- Hv / |Hv|
+        double size = sqrt(squares(v, N));
+        for (int i = 0; i < N; i++) { v[i] /= size; }
+        for (int i = 0; i < N; i++) { Hv[i] = dot_of(H[i], v, N); }
+        max = dot_of(v, Hv, N);                                            // Rayleigh quotient
+        memcpy(v, Hv, sizeof v);
+    }
+    row->max += max / T23_SEEDS;
+    row->trace += trace / T23_SEEDS;
+    row->frobenius += sqrt(frobenius) / T23_SEEDS;
+}
+
+// Noise of one step, N sqrt(eta / dt), and the last term of (*).
+static double t23_noise(Student *s, double *noise, double sigma, Random *random) {
+    double Z[T23_COLS][T23_COLS], scale = sqrt(t23_eta / t23_dt), term = 0, all = squares(s->G, T23_ROWS * T23_COLS);
+    const double *G = s->G, *W = student_W(s), *gamma = student_gamma_b(s);
+    for (int i = 0; i < T23_COLS; i++) { // off the diagonal of variance 1, on it of variance 2: as x x^T - I has them
+        for (int j = 0; j <= i; j++) { Z[i][j] = Z[j][i] = (i == j ? M_SQRT2 : 1) * gaussian_next(random); }
+    }
+    for (int j = 0; j < T23_COLS; j++) {
+        double Gj2 = 0, wj2 = 0, wG = 0, GW2 = 0;
+        for (int i = 0; i < T23_ROWS; i++) {
+            double sum = sigma > 0 ? sigma * gaussian_next(random) : 0;
+            for (int k = 0; k < T23_COLS; k++) { sum += G[i * T23_COLS + k] * Z[k][j]; }
+            noise[i * T23_COLS + j] = scale * sum;
+            Gj2 += G[i * T23_COLS + j] * G[i * T23_COLS + j];
+            wj2 += W[i * T23_COLS + j] * W[i * T23_COLS + j];
+            wG += W[i * T23_COLS + j] * G[i * T23_COLS + j];
+        }
+        for (int k = 0; k < T23_COLS; k++) { // |G^T w_j|^2
+            double sum = 0;
+            for (int i = 0; i < T23_ROWS; i++) { sum += G[i * T23_COLS + k] * W[i * T23_COLS + j]; }
+            GW2 += sum * sum;
+        }
+        double along = GW2 + wG * wG + sigma * sigma * wj2, total = all + Gj2 + sigma * sigma * T23_ROWS;
+        term += t23_eta * (along - gamma[j] * gamma[j] * total);
+    }
+    return term;
+}
+
+// decay: of gamma, as --wd-scale. eta 0 is asked for by noisy = 0.
+static void t23_simulate(T23Run *run, const double *teacher, int decay, int noisy, double sigma, double lambda) {
+    memset(run, 0, sizeof *run);
+    for (int seed = 1; seed <= T23_SEEDS; seed++) {
+        Student s;
+        Random random = random_from((uint64_t)seed * 1000);
+        char *flags = text_format("--optimizer sgd --wd-scale %s", decay ? "all" : "none");
+        student_new(&s, flags, T23_ROWS, T23_COLS, teacher);
+        free(flags);
+        s.gpt.cfg.weight_decay = lambda;
+        const double *gamma = student_gamma_b(&s), *W = student_W(&s);
+        double noise[T23_ROWS * T23_COLS] = {0};
+        int64_t step = 0;
+        for (int at = 0; at < T23_TIMES; at++) {
+            for (; step < (int64_t)(t23_times[at] / t23_dt + 0.5); step++) {
+                student_gradient(&s, NULL);
+                double drift = 2 * lambda * (squares(W, T23_ROWS * T23_COLS) - (decay ? squares(gamma, T23_COLS) : 0));
+                if (noisy) { drift += t23_noise(&s, noise, sigma, &random); student_gradient(&s, noise); }
+                run->right += drift * t23_dt / T23_SEEDS;
+                optimizer_step(&s.gpt, step + 1, t23_dt, 1); // theta -= dt (lambda theta + dtheta)
+            }
+            reparameterize_forward(&s.gpt);
+            run->at[at].gamma2 += squares(gamma, T23_COLS) / T23_SEEDS;
+            run->at[at].W2 += squares(W, T23_ROWS * T23_COLS) / T23_SEEDS;
+            t23_hessian(&s, &run->at[at], &random);
+        }
+        run->left += (squares(gamma, T23_COLS) - squares(W, T23_ROWS * T23_COLS) - T23_COLS) / T23_SEEDS;
+    }
+}
+
+static void t23_print(const char *title, const T23Run *run) {
+    printf("%s\n%8s %12s %12s %12s %12s %12s\n", title, "t", "E|gamma|^2", "E|W|^2", "E lambda_max", "E trace", "E Frobenius");
+    for (int at = 0; at < T23_TIMES; at++) {
+        const T23Row *r = &run->at[at];
+        printf("%8.0f %12.4f %12.4f %12.4f %12.4f %12.4f\n", t23_times[at], r->gamma2, r->W2, r->max, r->trace, r->frobenius);
+    }
+    printf("    both sides of (*), integrated to the end: %.4f and %.4f\n", run->left, run->right);
+}
+
+// Least and largest factor between two times of a run, over the four measures.
+static void t23_factors(const T23Run *run, int from, int to, double *least, double *largest) {
+    const T23Row *a = &run->at[from], *b = &run->at[to];
+    const double factors[4] = {b->gamma2 / a->gamma2, b->max / a->max, b->trace / a->trace, b->frobenius / a->frobenius};
+    for (int i = 0; i < 4; i++) { *least = fmin(*least, factors[i]); *largest = fmax(*largest, factors[i]); }
+}
+
+static double t23_mismatch(const T23Run *run) { return fabs(run->left - run->right) / fmax(fabs(run->right), 1); }
+
+int theorem_2_3(int verbose, int mistake) {
+    double teacher[T23_ROWS * T23_COLS], lambda = mistake == T23_WRONG_SIGN ? -t23_lambda / 40 : t23_lambda;
+    Random random = random_from(23);
+    gaussians(teacher, T23_ROWS * T23_COLS, 1, &random);
+    T23Run with, without, still, label;
+    t23_simulate(&with, teacher, mistake != T23_NO_DECAY_OF_GAMMA, 1, 0, lambda);
+    t23_simulate(&without, teacher, 0, 1, 0, lambda);
+    t23_simulate(&still, teacher, 0, 0, 0, lambda);
+    t23_simulate(&label, teacher, 0, 1, 5, lambda);
+    double bound = fmax(T23_COLS, squares(teacher, T23_ROWS * T23_COLS) / (2 * lambda)), size = 0, limit = 0;
+    for (int at = 0; at < T23_TIMES; at++) { size = fmax(size, with.at[at].gamma2 + with.at[at].W2); }
+    for (int j = 0; j < T23_COLS; j++) { // 2 s_j sqrt(lambda t)
+        double s2 = 0;
+        for (int i = 0; i < T23_ROWS; i++) { s2 += teacher[i * T23_COLS + j] * teacher[i * T23_COLS + j]; }
+        limit += 2 * sqrt(s2 * lambda * t23_times[T23_TIMES - 1]);
+    }
+    double grows = INFINITY, settles = 0, unused = 0, least = INFINITY;
+    for (int at = 2; at < T23_TIMES; at++) { t23_factors(&without, at - 1, at, &grows, &unused); t23_factors(&still, at - 1, at, &grows, &unused); }
+    t23_factors(&with, 2, 3, &least, &settles);
+    double balance = fmax(fmax(t23_mismatch(&with), t23_mismatch(&without)), fmax(t23_mismatch(&still), t23_mismatch(&label)));
+    double label_factor = label.at[3].gamma2 / label.at[2].gamma2, off = fabs(still.at[3].gamma2 / limit - 1);
+    int holds = grows > 1.6 && settles < 1.05 && least > 0.95 && size <= bound && off < 0.05 && label_factor < 1.1 && balance < 0.05;
+    if (verbose) {
+        printf("theorem 2.3: SGD as an SDE, W* %dx%d, lambda %g, eta %g, dt %g, means of %d seeds\n", T23_ROWS, T23_COLS, lambda, t23_eta, t23_dt, T23_SEEDS);
+        t23_print("decay on W and gamma, minibatch noise", &with);
+        t23_print("decay on W only, minibatch noise", &without);
+        t23_print("decay on W only, no noise (gradient flow)", &still);
+        t23_print("decay on W only, minibatch and label noise, sigma 5: outside of the theorem", &label);
+        printf("%s: with decay on gamma all measures within x%.3f..%.3f over the last 4x of time, |gamma|^2+|W|^2 at most %.2f (bound %.2f); without, each "
+               "4x of time multiplies them by at least %.2f; |gamma|^2 is %.1f%% off sum 2 s sqrt(lambda t) = %.2f; label noise: x%.3f; (*) within %.2f%%\n",
+               holds ? "holds" : "FAILS", least, settles, size, bound, grows, 100 * off, limit, label_factor, 100 * balance);
+    }
+    return !holds;
+}
+
+#ifndef TESTING_THEORY
+int main(void) { return theorem_2_3(1, T23_RIGHT); }
+#endif
