@@ -1103,7 +1103,9 @@ Test(cli, quiet_where_no_one_watches) {
 Test(cli, progress_on_a_terminal) {
     static char out[32768];
     int master = posix_openpt(O_RDWR | O_NOCTTY);
-    cr_assert(master >= 0 && grantpt(master) == 0 && unlockpt(master) == 0);
+    if (master < 0 || grantpt(master) != 0 || unlockpt(master) != 0) {
+        cr_skip_test("SKIPPED: this system has no pseudo-terminals (/dev/pts)");
+    }
     int terminal = open(ptsname(master), O_RDWR | O_NOCTTY);
     cr_assert(terminal >= 0);
     pid_t child = start("train @ --steps 5", &(Limits){0}, terminal, STDERR_FILENO);
