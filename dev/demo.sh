@@ -4,7 +4,7 @@ set -eu
 : "${OMP_WAIT_POLICY:=passive}" # on a busy machine, threads that wait actively would fight for the cores
 export OMP_WAIT_POLICY
 out=runs/demo
-steps=${STEPS:-300}
+steps=${STEPS:-240}
 data=data/synthetic
 rates="0.004 0.012"
 
