@@ -173,6 +173,15 @@ static double model_gradients(GPT *m) {
     return loss;
 }
 
+// The gradient of a step over the sequences of `data` from number `first` on, as training computes it.
+static double gradient_of(GPT *m, const DataLoader *data, int64_t first) {
+    Run run;
+    memset(&run, 0, sizeof run);
+    run.data = *data;
+    run.state.sequences = first;
+    return train_gradient(m, &run);
+}
+
 static const Param *param_named(const GPT *m, const char *name) {
     for (int i = 0; i < m->num_params; i++) { if (strcmp(m->params[i].name, name) == 0) { return &m->params[i]; } }
     return NULL;
@@ -659,7 +668,7 @@ Test(parameters, counts_of_the_papers_models) {
 #define BY_HAND "--layers 1 --channels 8 --heads 2 --kv-heads 1 --hidden 6 --vocab 10 "
 static void check_counts(const char *flags, int embedding, int matrix, int residual, int head, int gamma_b, int gamma_a, int gamma_norm) {
     GPT *m = model_tables(flags);
-    const int expected[NUM_ROLES] = {embedding, matrix, residual, head, gamma_b, gamma_a, gamma_norm};
+    const int expected[NUM_ROLES] = {embedding, matrix, residual, 0 /* no router */, head, gamma_b, gamma_a, gamma_norm};
     int64_t total = 0;
     for (int role = 0; role < NUM_ROLES; role++) {
         int found = (int)count_role(m, (Role)role);
@@ -1241,11 +1250,11 @@ Test(model, gradient_accumulation_adds_up) {
             loader_open(&data, text_format("%s/train.bin", folder), "--data", m->cfg.seq_len, 1, 1);
             noise_state = 99; // the same theta for each
             model_randomize(m);
-            double loss = train_gradient(m, &data, 3);
+            double loss = gradient_of(m, &data, 3);
             if (!expected) { expected = as_doubles(m->grads, m->num_theta); expected_loss = loss; }
             cr_assert(fabs(loss / expected_loss - 1) < IN(1e-14, 1e-6), "--batch %d: loss %.17g, expected %.17g", batch, loss, expected_loss);
             CLOSE(m->grads, expected, m->num_theta, IN(1e-13, 1e-5), "%s --batch %d", flags[i], batch);
-            train_gradient(m, &data, 3); // and a second step starts from zero
+            gradient_of(m, &data, 3); // and a second step starts from zero
             CLOSE(m->grads, expected, m->num_theta, IN(1e-13, 1e-5), "%s --batch %d, once more", flags[i], batch);
             loader_close(&data);
         }
@@ -1857,7 +1866,7 @@ ParameterizedTest(int *index, training, fifty_steps_learn_a_pattern) {
     loader_open(&data, path, "--data", m->cfg.seq_len, 1, 1);
     double first = 0, loss = 0;
     for (int step = 0; step < 50; step++) { // what train_step does, without its logs
-        loss = train_gradient(m, &data, (int64_t)step * m->cfg.total_batch);
+        loss = gradient_of(m, &data, (int64_t)step * m->cfg.total_batch);
         double norm = gradient_norm(m);
         optimizer_step(m, step + 1, learning_rate(&m->cfg, step), norm > m->cfg.grad_clip ? m->cfg.grad_clip / norm : 1);
         reparameterize_forward(m);

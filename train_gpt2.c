@@ -14,7 +14,8 @@
 //   6 optimizers      7 data         8 checkpoints     9 sampling  10 main
 //
 // Letters: B batch, T time (sequence length), C channels, L layers, V vocabulary, H hidden size of the FFN,
-// NH query heads, KVH key/value heads, HS head size. Matrices are row-major; a linear map y = W x has W (rows, cols).
+// NH query heads, KVH key/value heads, HS head size, E experts, K of them chosen a token.
+// Matrices are row-major; a linear map y = W x has W (rows, cols).
 // The file is C11 in the subset that is also C++20, because train_gpt2.cu includes it.
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
@@ -90,8 +91,9 @@ static char *text_format(const char *format, ...) {
 //    configuration and what a checkpoint stores.
 
 // A site is a kind of linear map; a scale vector belongs to a site.
-enum { SITE_Q, SITE_K, SITE_V, SITE_O, SITE_GATE, SITE_UP, SITE_DOWN, SITE_HEAD, NUM_SITES };
-static const char *const site_names[NUM_SITES] = {"q", "k", "v", "o", "gate", "up", "down", "head"};
+// The router of a mixture of experts is a map too, but --placement doesn't move its vector.
+enum { SITE_Q, SITE_K, SITE_V, SITE_O, SITE_GATE, SITE_UP, SITE_DOWN, SITE_HEAD, NUM_SITES, SITE_ROUTER = NUM_SITES };
+static const char *const site_names[NUM_SITES + 1] = {"q", "k", "v", "o", "gate", "up", "down", "head", "router"};
 
 // Where a site's scale vectors stand, eq. 5-7. INPUT is the usual gamma of a Pre-Norm.
 enum { PLACE_NONE, PLACE_INPUT, PLACE_AP, PLACE_DP, PLACE_DNP };
@@ -107,6 +109,8 @@ enum { SCHEDULE_COSINE, SCHEDULE_WSD, SCHEDULE_LINEAR, SCHEDULE_CONSTANT };
 typedef struct Config {
     const char *model, *variant;                        // presets over the fields below
     int layers, channels, heads, kv_heads, hidden, seq_len, vocab, tie_embeddings, qk_norm, post_norm;
+    int experts, top_k, expert_hidden, shared_hidden;
+    double balance_loss, router_z_loss;
     int norm_scale, hg, placement[NUM_SITES], reparam, wd_scale;
     int optimizer, schedule, batch, total_batch;
     int64_t steps, seed;
@@ -115,7 +119,7 @@ typedef struct Config {
     const char *data, *val_data, *tokenizer, *out, *resume, *prompt;
     int64_t save_every, keep, val_every, val_batches, sample_every, sample, stop_at;
     double temperature;
-    int top_k, threads, estimate, help;
+    int sample_top_k, threads, estimate, help;
     unsigned char source[MAX_OPTIONS];                  // who set each option: enum Source
 } Config;
 enum Source { FROM_DEFAULT, FROM_CHECKPOINT, FROM_MODEL, FROM_VARIANT, FROM_FLAG };
@@ -149,6 +153,12 @@ static const Option options[] = {
     {NULL, "tie-embeddings", TYPE_CHOICE, FIXED, AT(tie_embeddings), "off", 0, 0, "off|on", "lm_head uses the embedding matrix"},
     {NULL, "qk-norm", TYPE_CHOICE, FIXED, AT(qk_norm), "off", 0, 0, "off|on", "Output-Norm on the heads of q and k"},
     {NULL, "post-norm", TYPE_CHOICE, FIXED, AT(post_norm), "off", 0, 0, "off|on", "Output-Norm on the attention and FFN outputs, as in Gemma"},
+    {NULL, "experts", TYPE_INT, FIXED, AT(experts), "0", 0, 1024, NULL, "mixture of experts: their number, E; 0: a dense FFN"},
+    {NULL, "top-k", TYPE_INT, FIXED, AT(top_k), "0", 0, 1024, NULL, "experts that a token goes to, K; 0: 4, or all where there are fewer"},
+    {NULL, "expert-hidden", TYPE_INT, FIXED, AT(expert_hidden), "0", 0, 1048576, NULL, "hidden size of an expert; 0: int(2 C / 3)"},
+    {NULL, "shared-hidden", TYPE_INT, FIXED, AT(shared_hidden), "-1", -1, 1048576, NULL, "hidden size of the shared expert; -1: int(8 C / 3), 0: no shared expert"},
+    {NULL, "balance-loss", TYPE_REAL, KEPT, AT(balance_loss), "0.01", 0, 100, NULL, "weight of the loss that balances the experts' loads"},
+    {NULL, "router-z-loss", TYPE_REAL, KEPT, AT(router_z_loss), "0", 0, 100, NULL, "weight of the loss that keeps router logits small"},
 
     {"Scale vectors", "variant", TYPE_TEXT, LOCAL, AT(variant), "", 0, 0, NULL, "presets over the flags of this group, joined by '+': see the list below"},
     {NULL, "norm-scale", TYPE_CHOICE, FIXED, AT(norm_scale), "on", 0, 0, "off|on", "off: no scale vector at all (section 2)"},
@@ -173,7 +183,7 @@ static const Option options[] = {
     {NULL, "batch", TYPE_INT, KEPT, AT(batch), "8", 1, 65536, NULL, "sequences in a micro-batch, B"},
     {NULL, "total-batch", TYPE_INT, KEPT, AT(total_batch), "0", 0, 1048576, NULL, "sequences in a step, a multiple of --batch; 0: --batch"},
     {NULL, "steps", TYPE_LONG, KEPT, AT(steps), "300", 1, 1e12, NULL, "optimizer steps"},
-    {NULL, "tokens-per-param", TYPE_REAL, KEPT, AT(tokens_per_param), "0", 0, 1e6, NULL, "instead of --steps: train on this many tokens per parameter"},
+    {NULL, "tokens-per-param", TYPE_REAL, KEPT, AT(tokens_per_param), "0", 0, 1e6, NULL, "instead of --steps: train on this many tokens per parameter that a token uses"},
     {NULL, "seed", TYPE_LONG, FIXED, AT(seed), "1", 0, 1e15, NULL, "of initial weights and data order"},
 
     {"Run", "data", TYPE_TEXT, KEPT, AT(data), "data/synthetic/synth_train_*.bin", 0, 0, NULL, "token shards: a file, a list a.bin,b.bin or a quoted glob"},
@@ -189,7 +199,7 @@ static const Option options[] = {
     {NULL, "sample", TYPE_LONG, LOCAL, AT(sample), "0", 0, 1e6, NULL, "don't train: print this many tokens from --resume"},
     {NULL, "prompt", TYPE_TEXT, LOCAL, AT(prompt), "", 0, 0, NULL, "text that samples go on from"},
     {NULL, "temperature", TYPE_REAL, LOCAL, AT(temperature), "0.8", 0, 100, NULL, "of samples; 0: always the likeliest token"},
-    {NULL, "top-k", TYPE_INT, LOCAL, AT(top_k), "0", 0, 65536, NULL, "sample among the k likeliest tokens; 0: all"},
+    {NULL, "sample-top-k", TYPE_INT, LOCAL, AT(sample_top_k), "0", 0, 65536, NULL, "sample among the k likeliest tokens; 0: all"},
     {NULL, "stop-at", TYPE_LONG, LOCAL, AT(stop_at), "0", 0, 1e12, NULL, "save and stop at this step of the schedule; 0: at its end"},
     {NULL, "threads", TYPE_INT, LOCAL, AT(threads), "0", 0, 4096, NULL, "OpenMP threads; 0: all cores"},
     {NULL, "estimate", TYPE_SWITCH, LOCAL, AT(estimate), "off", 0, 0, "off|on", "print parameters, memory and FLOPs, and stop before anything is allocated"},
@@ -208,6 +218,11 @@ static const Preset model_presets[] = { // the paper's models, batch and peak ra
     {"0.75b",      "layers=21 channels=1536 heads=24 seq-len=4096 lr=2e-3" PAPER},
     {"1b",         "layers=22 channels=1792 heads=28 seq-len=4096 lr=1e-3" PAPER},
     {"gemma-0.5b", "layers=18 channels=1280 heads=20 seq-len=4096 lr=2e-3 qk-norm=on post-norm=on" PAPER},
+    {"moe-0.25b",  "layers=6 channels=640 heads=10 seq-len=1024 lr=3e-3 experts=32 top-k=4" PAPER},
+    {"moe-0.5b",   "layers=9 channels=768 heads=12 seq-len=1024 lr=2e-3 experts=32 top-k=4" PAPER},
+    {"moe-0.8b",   "layers=10 channels=960 heads=15 seq-len=4096 lr=2e-3 experts=32 top-k=4" PAPER},
+    {"moe-1b",     "layers=12 channels=1024 heads=16 seq-len=4096 lr=1e-3 experts=32 top-k=4" PAPER},
+    {"moe-2b",     "layers=15 channels=1280 heads=20 seq-len=4096 lr=6e-4 experts=32 top-k=4" PAPER},
 };
 static const Preset variant_presets[] = {
     {"noscale",  "norm-scale=off"},
@@ -466,6 +481,16 @@ static void config_resolve(Config *cfg) {
     }
     if (given(cfg, "steps")) { cfg->tokens_per_param = 0; }
     if (cfg->kv_heads == 0) { cfg->kv_heads = cfg->heads; }
+    if (cfg->experts > 0) {
+        if (given(cfg, "hidden")) { USAGE("--hidden and --experts: found both, expected --expert-hidden and --shared-hidden for a mixture of experts"); }
+        if (cfg->top_k == 0) { cfg->top_k = cfg->experts < 4 ? cfg->experts : 4; }
+        if (cfg->top_k > cfg->experts) { USAGE("--top-k: found %d, expected at most --experts %d", cfg->top_k, cfg->experts); }
+        if (cfg->expert_hidden == 0) { cfg->expert_hidden = (int)(2 * (int64_t)cfg->channels / 3); }
+        if (cfg->shared_hidden < 0) { cfg->shared_hidden = (int)(8 * (int64_t)cfg->channels / 3); }
+        if (cfg->expert_hidden < 1) { USAGE("--expert-hidden: found int(2 * %d / 3) = 0, expected at least 1", cfg->channels); }
+    } else if (given(cfg, "top-k") || given(cfg, "expert-hidden") || given(cfg, "shared-hidden")) {
+        USAGE("--top-k, --expert-hidden, --shared-hidden: found without --experts, expected --experts E too (--sample-top-k is for samples)");
+    }
     if (cfg->hidden == 0) { cfg->hidden = (int)(8 * (int64_t)cfg->channels / 3); }
     if (cfg->total_batch == 0) { cfg->total_batch = cfg->batch; }
     if (cfg->channels % cfg->heads != 0) { USAGE("--channels %d --heads %d: expected channels to be a multiple of heads", cfg->channels, cfg->heads); }
@@ -511,7 +536,7 @@ static void print_help(void) {
 // 2. Parameters: one table, built from the Config. A parameter's role decides its weight decay, its
 //    optimizer and its initial value, here and nowhere else.
 
-typedef enum { ROLE_EMBEDDING, ROLE_MATRIX, ROLE_RESIDUAL, ROLE_HEAD, ROLE_GAMMA_B, ROLE_GAMMA_A, ROLE_GAMMA_NORM, NUM_ROLES } Role;
+typedef enum { ROLE_EMBEDDING, ROLE_MATRIX, ROLE_RESIDUAL, ROLE_ROUTER, ROLE_HEAD, ROLE_GAMMA_B, ROLE_GAMMA_A, ROLE_GAMMA_NORM, NUM_ROLES } Role;
 typedef enum { DECAY_ALWAYS, DECAY_INPUT, DECAY_OUTPUT } DecayClass;
 
 typedef struct RoleInfo { const char *name, *what; DecayClass decay; int muon; double init_std; } RoleInfo;
@@ -520,6 +545,7 @@ static const RoleInfo role_table[NUM_ROLES] = {
     {"embedding",  "token embedding",                              DECAY_ALWAYS, 0, INIT_STD},
     {"matrix",     "W_q, W_k, W_v, W_gate, W_up",                  DECAY_ALWAYS, 1, INIT_STD},
     {"residual",   "W_o, W_down: init over sqrt(2 L)",             DECAY_ALWAYS, 1, INIT_STD},
+    {"router",     "W_router of a mixture of experts",             DECAY_ALWAYS, 0, INIT_STD}, // (ours: AdamW)
     {"head",       "lm_head",                                      DECAY_ALWAYS, 0, INIT_STD},
     {"gamma_b",    "scale before a linear map (Input-Norm)",       DECAY_INPUT,  0, 0},
     {"gamma_a",    "scale after a map, foldable (as Input-Norm)",  DECAY_INPUT,  0, 0}, // (ours: it can be absorbed by its map)
@@ -530,6 +556,7 @@ typedef struct Param {
     char name[80];         // e.g. "layers.3.q.weight", "layers.3.q.gamma_b", "layers.3.q.gamma_b.alpha"
     Role role;
     int layer;             // -1 outside the blocks
+    int expert;            // -1 outside of experts
     int64_t rows, cols;    // a vector has one row
     int64_t offset;        // of its first element in theta and dtheta
     int beta;              // of an OR/ER vector alpha: the index of its scalar beta, else -1
@@ -540,7 +567,7 @@ typedef struct Param {
 // A linear map and its scale vectors:  y = W~ x,  W~ = diag(gamma_a) W diag(gamma_b),  and where the site
 // has an Output-Norm (DNP, --qk-norm, --post-norm):  y = gamma_norm * Norm(W~ x).
 typedef struct LinearMap {
-    int site, layer;
+    int site, layer, expert;        // expert: -1 but for the maps of an expert
     int64_t rows, cols;
     int weight;                     // index of W in the table
     int gamma_a, gamma_b;           // indices of scale vectors in the table, or -1
@@ -549,7 +576,25 @@ typedef struct LinearMap {
     real *norm_eff, *dnorm_eff;     // effective gamma_norm, or NULL
 } LinearMap;
 
-enum { MAPS_PER_LAYER = 7 };        // q k v o gate up down; lm_head is the last map of all
+// Maps of a layer, in order: q k v o, then gate up down of the dense FFN or of the shared expert (if there is one),
+// then the router and gate up down of each expert. lm_head is the last map of all.
+enum { FFN_MAPS = 3 };
+
+typedef struct FfnActs {            // n rows through gate, up, down of hidden size H
+    real *gu_raw, *gu_rstd, *gu;    // (n,2H) gate|up before and after Output-Norms; (n), (n)
+    real *h;                        // (n,H) silu(gate) * up
+    real *down_raw, *down_rstd;     // (n,C); (n): only with an Output-Norm at down
+} FfnActs;
+
+typedef struct MoeActs {            // rows of N K: a token once for each of its experts, sorted by expert
+    real *probs, *lse;              // (N,E) softmax of the router's logits; (N) their log-sum-exp
+    real *weights;                  // (N,K) softmax over the chosen logits
+    int32_t *chosen, *row;          // (N,K) the experts; the row that holds this token for this expert
+    int64_t *begin;                 // (E+1) first row of each expert
+    real *x, *y;                    // (N K,C) what goes into the experts and comes out
+    FfnActs experts;
+    real *sum, *sum_rstd;           // (N,C), (N): only with --post-norm
+} MoeActs;
 
 typedef struct LayerActs {          // N = B T tokens; Q = (NH + 2 KVH) HS
     real *x, *ln1, *ln1_rstd;       // (N,C) input of the block; (N,C) Norm(x); (N)
@@ -557,9 +602,8 @@ typedef struct LayerActs {          // N = B T tokens; Q = (NH + 2 KVH) HS
     real *att, *lse;                // (N,NH*HS); (B,NH,T)
     real *o_raw, *o_rstd;           // (N,C); (N): only with an Output-Norm at o
     real *x2, *ln2, *ln2_rstd;      // (N,C) after attention; (N,C); (N)
-    real *gu_raw, *gu_rstd, *gu;    // (N,2H) gate|up before and after Output-Norms; (N,2)
-    real *h;                        // (N,H) silu(gate) * up
-    real *down_raw, *down_rstd;     // (N,C); (N)
+    FfnActs ffn;                    // dense FFN or shared expert
+    MoeActs moe;
 } LayerActs;
 
 typedef struct GPT {
@@ -568,7 +612,8 @@ typedef struct GPT {
     Param *params;
     int num_params;
     LinearMap *maps;
-    int num_maps;
+    int num_maps, maps_per_layer;
+    int *ffn_norm;                  // (L) mixture of experts with --post-norm: table index of its scale vector, else -1
     int64_t num_theta, num_gamma, num_moments;
     // buffers, each allocated once
     real *theta, *grads;            // theta and dL/dtheta; a W's place in grads holds dL/dW~ until reparameterize_backward
@@ -585,9 +630,13 @@ typedef struct GPT {
     real *rope_cos, *rope_sin;      // (T,HS/2)
     real *att_dot;                  // (B,NH,T) work space of attention_backward
     real *dx, *d_branch, *d_wide, *d_wide_raw, *d_att; // gradients of activations, reused by all layers
+    real *d_rows, *d_logits, *d_weights, *d_sum, *d_shared; // mixture of experts: (N K,C), (N,E), (N,K), (N,C), (N,C)
     int64_t head_chunk;
     int B, T;                       // of the last forward
     int accumulate;                 // 0 in the first backward after gpt_zero_grad: gradients of matrices are written, then added to
+    double grad_scale;              // likewise
+    double balance_loss, z_loss;    // of the last forward: sums over layers, without their weights
+    int64_t *expert_tokens;         // (L,E) tokens that went to each expert since they were last set to 0
 } GPT;
 
 enum { NUM_BLOCKS = 16 }; // sums over rows are split in so many parts, whatever the threads: same bits for any number of them
@@ -600,6 +649,7 @@ static int gpt_param(GPT *m, Role role, int layer, int64_t rows, int64_t cols, c
     snprintf(p->name, sizeof p->name, "%s", name);
     p->role = role;
     p->layer = layer;
+    p->expert = -1;
     p->rows = rows;
     p->cols = cols;
     p->offset = m->num_theta;
@@ -610,30 +660,36 @@ static int gpt_param(GPT *m, Role role, int layer, int64_t rows, int64_t cols, c
 }
 
 // A scale vector: gamma itself, or alpha (n) and beta (1) of eq. 8 or 9.
-static int gpt_scale_vector(GPT *m, Role role, int layer, int64_t n, const char *prefix) {
+static int gpt_scale_vector(GPT *m, Role role, int layer, int expert, int64_t n, const char *prefix) {
     char name[80];
     snprintf(name, sizeof name, "%s.%s%s", prefix, role_table[role].name, m->cfg.reparam ? ".alpha" : "");
     int index = gpt_param(m, role, layer, 1, n, name);
     m->params[index].gamma = m->num_gamma;
+    m->params[index].expert = expert;
     m->num_gamma += n;
     if (m->cfg.reparam) {
         snprintf(name, sizeof name, "%s.%s.beta", prefix, role_table[role].name);
         int beta = gpt_param(m, role, layer, 1, 1, name);
         m->params[index].beta = beta;
+        m->params[beta].expert = expert;
     }
     return index;
 }
 
 static void map_prefix(const LinearMap *map, char *out, size_t size) {
     if (map->layer < 0) { snprintf(out, size, "%s", site_names[map->site]); }
+    else if (map->expert >= 0) { snprintf(out, size, "layers.%d.experts.%d.%s", map->layer, map->expert, site_names[map->site]); }
     else { snprintf(out, size, "layers.%d.%s", map->layer, site_names[map->site]); }
 }
 
-static void gpt_map(GPT *m, int site, int layer, Role role, int64_t rows, int64_t cols) {
+static int map_place(const GPT *m, const LinearMap *map) { return map->site == SITE_ROUTER ? (int)PLACE_INPUT : m->cfg.placement[map->site]; }
+
+static void gpt_map(GPT *m, int site, int layer, int expert, Role role, int64_t rows, int64_t cols) {
     LinearMap *map = &m->maps[m->num_maps++];
     memset(map, 0, sizeof *map);
     map->site = site;
     map->layer = layer;
+    map->expert = expert;
     map->rows = rows;
     map->cols = cols;
     map->gamma_a = map->gamma_b = map->gamma_norm = -1;
@@ -641,33 +697,35 @@ static void gpt_map(GPT *m, int site, int layer, Role role, int64_t rows, int64_
     map_prefix(map, prefix, sizeof prefix);
     snprintf(name, sizeof name, "%s.weight", prefix);
     map->weight = site == SITE_HEAD && m->cfg.tie_embeddings ? 0 : gpt_param(m, role, layer, rows, cols, name);
-    int place = m->cfg.placement[site];
-    map->norm = place == PLACE_DNP || (m->cfg.qk_norm && (site == SITE_Q || site == SITE_K))
-             || (m->cfg.post_norm && (site == SITE_O || site == SITE_DOWN));
+    m->params[map->weight].expert = expert;
+    map->norm = map_place(m, map) == PLACE_DNP || (m->cfg.qk_norm && (site == SITE_Q || site == SITE_K))
+             || (m->cfg.post_norm && (site == SITE_O || (site == SITE_DOWN && m->cfg.experts == 0)));
 }
 
-// Scale vectors of a group of maps that read the same input: {q,k,v}, {gate,up}, {o}, {down}, {head}.
+// Scale vectors of a group of maps that read the same input: {q,k,v}, {gate,up}, {o}, {down}, {head}. With a mixture
+// of experts the FFN group is gate and up of the shared expert and of every expert, and the router.
 // Without --hg the group shares one gamma_b; what stands after a map is always that map's own.
 static void gpt_group_scales(GPT *m, LinearMap *maps, int count, const char *group) {
     if (!m->cfg.norm_scale) { return; }
     int shared = -1;
     for (int i = 0; i < count; i++) {
         LinearMap *map = &maps[i];
-        int place = m->cfg.placement[map->site];
+        int place = map_place(m, map);
+        if (map->site == SITE_DOWN && count > 1) { continue; } // reads another input; it comes as a group of its own
         char prefix[64];
         map_prefix(map, prefix, sizeof prefix);
         if (place == PLACE_INPUT || place == PLACE_DP || place == PLACE_DNP) {
             if (m->cfg.hg || count == 1) {
-                map->gamma_b = gpt_scale_vector(m, ROLE_GAMMA_B, map->layer, map->cols, prefix);
+                map->gamma_b = gpt_scale_vector(m, ROLE_GAMMA_B, map->layer, map->expert, map->cols, prefix);
             } else {
                 char name[64];
                 snprintf(name, sizeof name, "layers.%d.%s", map->layer, group);
-                if (shared < 0) { shared = gpt_scale_vector(m, ROLE_GAMMA_B, map->layer, map->cols, name); }
+                if (shared < 0) { shared = gpt_scale_vector(m, ROLE_GAMMA_B, map->layer, -1, map->cols, name); }
                 map->gamma_b = shared;
             }
         }
-        if (place == PLACE_AP || place == PLACE_DP) { map->gamma_a = gpt_scale_vector(m, ROLE_GAMMA_A, map->layer, map->rows, prefix); }
-        if (map->norm) { map->gamma_norm = gpt_scale_vector(m, ROLE_GAMMA_NORM, map->layer, map->rows, prefix); }
+        if (place == PLACE_AP || place == PLACE_DP) { map->gamma_a = gpt_scale_vector(m, ROLE_GAMMA_A, map->layer, map->expert, map->rows, prefix); }
+        if (map->norm) { map->gamma_norm = gpt_scale_vector(m, ROLE_GAMMA_NORM, map->layer, map->expert, map->rows, prefix); }
     }
 }
 
@@ -675,29 +733,43 @@ static void gpt_group_scales(GPT *m, LinearMap *maps, int count, const char *gro
 static void gpt_build(GPT *m, const Config *cfg) {
     memset(m, 0, sizeof *m);
     m->cfg = *cfg;
-    int64_t C = cfg->channels, H = cfg->hidden, V = cfg->vocab;
+    int64_t C = cfg->channels, V = cfg->vocab;
+    char prefix[64];
     m->head_size = cfg->channels / cfg->heads;
     int64_t q_rows = (int64_t)cfg->heads * m->head_size, kv_rows = (int64_t)cfg->kv_heads * m->head_size;
     m->qkv_width = (int)(q_rows + 2 * kv_rows);
-    m->maps = (LinearMap *)calloc((size_t)(cfg->layers * MAPS_PER_LAYER + 1), sizeof(LinearMap));
-    if (!m->maps) { FAIL("out of memory"); }
+    int E = cfg->experts, dense = E == 0 || cfg->shared_hidden > 0;
+    m->maps_per_layer = 4 + FFN_MAPS * dense + (E ? 1 + FFN_MAPS * E : 0);
+    m->maps = (LinearMap *)calloc((size_t)cfg->layers * (size_t)m->maps_per_layer + 1, sizeof(LinearMap));
+    m->ffn_norm = (int *)calloc((size_t)cfg->layers, sizeof(int));
+    m->expert_tokens = (int64_t *)calloc((size_t)cfg->layers * (size_t)E + 1, sizeof(int64_t));
+    if (!m->maps || !m->ffn_norm || !m->expert_tokens) { FAIL("out of memory"); }
     gpt_param(m, ROLE_EMBEDDING, -1, V, C, "embedding.weight");
     for (int l = 0; l < cfg->layers; l++) {
         LinearMap *map = m->maps + m->num_maps;
-        gpt_map(m, SITE_Q, l, ROLE_MATRIX, q_rows, C); // q, k, v lie side by side, so that one product serves all three
-        gpt_map(m, SITE_K, l, ROLE_MATRIX, kv_rows, C);
-        gpt_map(m, SITE_V, l, ROLE_MATRIX, kv_rows, C);
-        gpt_map(m, SITE_O, l, ROLE_RESIDUAL, C, q_rows);
-        gpt_map(m, SITE_GATE, l, ROLE_MATRIX, H, C);   // and so do gate and up
-        gpt_map(m, SITE_UP, l, ROLE_MATRIX, H, C);
-        gpt_map(m, SITE_DOWN, l, ROLE_RESIDUAL, C, H);
+        gpt_map(m, SITE_Q, l, -1, ROLE_MATRIX, q_rows, C); // q, k, v lie side by side, so that one product serves all three
+        gpt_map(m, SITE_K, l, -1, ROLE_MATRIX, kv_rows, C);
+        gpt_map(m, SITE_V, l, -1, ROLE_MATRIX, kv_rows, C);
+        gpt_map(m, SITE_O, l, -1, ROLE_RESIDUAL, C, q_rows);
+        for (int e = dense ? -1 : 0; e < E; e++) {
+            int64_t H = E == 0 ? cfg->hidden : e < 0 ? cfg->shared_hidden : cfg->expert_hidden;
+            if (e == 0) { gpt_map(m, SITE_ROUTER, l, -1, ROLE_ROUTER, E, C); }
+            gpt_map(m, SITE_GATE, l, e, ROLE_MATRIX, H, C); // and so do gate and up
+            gpt_map(m, SITE_UP, l, e, ROLE_MATRIX, H, C);
+            gpt_map(m, SITE_DOWN, l, e, ROLE_RESIDUAL, C, H);
+        }
         gpt_group_scales(m, map + SITE_Q, 3, "attn");
         gpt_group_scales(m, map + SITE_O, 1, "o");
-        gpt_group_scales(m, map + SITE_GATE, 2, "ffn");
-        gpt_group_scales(m, map + SITE_DOWN, 1, "down");
+        gpt_group_scales(m, map + SITE_GATE, m->maps_per_layer - 4, "ffn");
+        for (int i = 4; i < m->maps_per_layer; i++) { if (map[i].site == SITE_DOWN) { gpt_group_scales(m, map + i, 1, "down"); } }
+        m->ffn_norm[l] = -1;
+        if (E && cfg->post_norm && cfg->norm_scale) {
+            snprintf(prefix, sizeof prefix, "layers.%d.ffn", l);
+            m->ffn_norm[l] = gpt_scale_vector(m, ROLE_GAMMA_NORM, l, -1, C, prefix);
+        }
     }
     LinearMap *head = m->maps + m->num_maps;
-    gpt_map(m, SITE_HEAD, -1, ROLE_HEAD, V, C);
+    gpt_map(m, SITE_HEAD, -1, -1, ROLE_HEAD, V, C);
     gpt_group_scales(m, head, 1, "head");
     for (int i = 0; i < m->num_params; i++) { // moments: AdamW m and v, Muon m, SGD m where it has momentum
         Param *p = &m->params[i];
@@ -707,7 +779,20 @@ static void gpt_build(GPT *m, const Config *cfg) {
     }
 }
 
-static LinearMap *gpt_layer_maps(const GPT *m, int layer) { return m->maps + (int64_t)layer * MAPS_PER_LAYER; }
+static LinearMap *gpt_layer_maps(const GPT *m, int layer) { return m->maps + (int64_t)layer * m->maps_per_layer; }
+static int gpt_has_dense(const GPT *m) { return m->cfg.experts == 0 || m->cfg.shared_hidden > 0; } // a dense FFN or a shared expert
+static LinearMap *gpt_router(const GPT *m, int layer) { return gpt_layer_maps(m, layer) + 4 + FFN_MAPS * gpt_has_dense(m); }
+// gate, up and down of an expert; -1: of the dense FFN or shared expert
+static LinearMap *gpt_ffn_maps(const GPT *m, int layer, int expert) {
+    return expert < 0 ? gpt_layer_maps(m, layer) + 4 : gpt_router(m, layer) + 1 + FFN_MAPS * expert;
+}
+// Parameters that one token uses: of the experts only K in E.
+static int64_t gpt_active_parameters(const GPT *m) {
+    int64_t in_experts = 0;
+    for (int i = 0; i < m->num_params; i++) { if (m->params[i].expert >= 0) { in_experts += m->params[i].rows * m->params[i].cols; } }
+    return m->cfg.experts ? m->num_theta - in_experts + in_experts / m->cfg.experts * m->cfg.top_k : m->num_theta;
+}
+
 static LinearMap *gpt_head(const GPT *m) { return m->maps + m->num_maps - 1; }
 
 // Does this parameter decay? All but scale vectors do; those by --wd-scale.
@@ -1544,9 +1629,36 @@ static int any_norm(const LinearMap *maps, int count) {
     return 0;
 }
 
+static void layout_ffn(FfnActs *s, const LinearMap *maps, Arena *a, int64_t n) {
+    int64_t H = maps[0].rows, C = maps[0].cols;
+    int gu_norm = any_norm(maps, 2), down_norm = maps[2].norm;
+    s->gu = arena_take(a, n * 2 * H);
+    s->gu_raw = gu_norm ? arena_take(a, n * 2 * H) : s->gu;
+    s->gu_rstd = arena_take(a, gu_norm ? 2 * n : 0);
+    s->h = arena_take(a, n * H);
+    s->down_raw = arena_take(a, down_norm ? n * C : 0);
+    s->down_rstd = arena_take(a, down_norm ? n : 0);
+}
+
+static void layout_moe(const GPT *m, MoeActs *s, const LinearMap *expert_maps, Arena *a, int64_t N) {
+    int64_t E = m->cfg.experts, K = m->cfg.top_k, C = m->cfg.channels, rows = N * K;
+    s->probs = arena_take(a, N * E);
+    s->lse = arena_take(a, N);
+    s->weights = arena_take(a, rows);
+    s->chosen = (int32_t *)arena_bytes(a, rows * (int64_t)sizeof(int32_t));
+    s->row = (int32_t *)arena_bytes(a, rows * (int64_t)sizeof(int32_t));
+    s->begin = (int64_t *)arena_bytes(a, (E + 1) * (int64_t)sizeof(int64_t));
+    s->x = arena_take(a, rows * C);
+    s->y = arena_take(a, rows * C);
+    layout_ffn(&s->experts, expert_maps, a, rows);
+    s->sum = arena_take(a, m->cfg.post_norm ? N * C : 0);
+    s->sum_rstd = arena_take(a, m->cfg.post_norm ? N : 0);
+}
+
 static void layout_activations(GPT *m, Arena *a, int64_t B, int64_t T) {
     const Config *cfg = &m->cfg;
-    int64_t N = B * T, C = cfg->channels, H = cfg->hidden, Q = m->qkv_width, att = (int64_t)cfg->heads * m->head_size;
+    int64_t N = B * T, C = cfg->channels, Q = m->qkv_width, att = (int64_t)cfg->heads * m->head_size, H = 0; // H: the widest
+    for (int i = 0; i < m->num_maps - 1; i++) { if (m->maps[i].site == SITE_GATE && m->maps[i].rows > H) { H = m->maps[i].rows; } }
     for (int l = 0; l < cfg->layers; l++) {
         LayerActs *s = &m->acts[l];
         const LinearMap *maps = gpt_layer_maps(m, l);
@@ -1554,7 +1666,7 @@ static void layout_activations(GPT *m, Arena *a, int64_t B, int64_t T) {
         s->ln1 = arena_take(a, N * C);
         s->ln1_rstd = arena_take(a, N);
         s->qkv = arena_take(a, N * Q);
-        int qkv_norm = any_norm(maps + SITE_Q, 3), gu_norm = any_norm(maps + SITE_GATE, 2);
+        int qkv_norm = any_norm(maps + SITE_Q, 3);
         s->qkv_raw = qkv_norm ? arena_take(a, N * Q) : s->qkv;
         s->qkv_rstd = arena_take(a, qkv_norm ? N * (cfg->heads + 2 * cfg->kv_heads) : 0);
         s->att = arena_take(a, N * att);
@@ -1564,12 +1676,8 @@ static void layout_activations(GPT *m, Arena *a, int64_t B, int64_t T) {
         s->x2 = arena_take(a, N * C);
         s->ln2 = arena_take(a, N * C);
         s->ln2_rstd = arena_take(a, N);
-        s->gu = arena_take(a, N * 2 * H);
-        s->gu_raw = gu_norm ? arena_take(a, N * 2 * H) : s->gu;
-        s->gu_rstd = arena_take(a, gu_norm ? 2 * N : 0);
-        s->h = arena_take(a, N * H);
-        s->down_raw = arena_take(a, maps[SITE_DOWN].norm ? N * C : 0);
-        s->down_rstd = arena_take(a, maps[SITE_DOWN].norm ? N : 0);
+        if (gpt_has_dense(m)) { layout_ffn(&s->ffn, gpt_ffn_maps(m, l, -1), a, N); }
+        if (cfg->experts) { layout_moe(m, &s->moe, gpt_ffn_maps(m, l, 0), a, N); }
     }
     m->x_final = arena_take(a, N * C);
     m->ln_final = arena_take(a, N * C);
@@ -1580,8 +1688,13 @@ static void layout_activations(GPT *m, Arena *a, int64_t B, int64_t T) {
     m->dx = arena_take(a, N * C);
     m->d_branch = arena_take(a, N * C);
     m->d_wide = arena_take(a, N * wide);
-    m->d_wide_raw = m->maps && any_norm(m->maps, m->num_maps - 1) ? arena_take(a, N * wide) : m->d_wide;
+    m->d_wide_raw = any_norm(m->maps, m->num_maps - 1) ? arena_take(a, N * wide) : m->d_wide;
     m->d_att = arena_take(a, N * (att > H ? att : H));
+    m->d_rows = arena_take(a, cfg->experts ? N * cfg->top_k * C : 0);
+    m->d_logits = arena_take(a, N * cfg->experts);
+    m->d_weights = arena_take(a, cfg->experts ? N * cfg->top_k : 0);
+    m->d_sum = arena_take(a, cfg->experts && cfg->post_norm ? N * C : 0);
+    m->d_shared = arena_take(a, cfg->experts && gpt_has_dense(m) ? N * C : 0);
 }
 
 // Lays out every buffer for micro-batches of up to B sequences of T. Called twice: to count, then to place.
@@ -1733,40 +1846,197 @@ static void attention_block_backward(GPT *m, LayerActs *s, const LinearMap *maps
     rmsnorm_backward(m->dx, NULL, NULL, m->d_branch, s->x, s->ln1_rstd, NULL, N, 1, C, C, 1);
 }
 
-// out = x2 + norm_down( W_down swiglu(norm_gu( W_gate|up Norm(x2) )) )
-static void ffn_block_forward(GPT *m, LayerActs *s, const LinearMap *maps, real *out) {
-    int64_t N = (int64_t)m->B * m->T, C = m->cfg.channels, H = m->cfg.hidden;
-    rmsnorm_forward(s->ln2, s->ln2_rstd, s->x2, NULL, N, 1, C, C);
-    matmul_forward(s->gu_raw, s->ln2, maps[SITE_GATE].w_eff, N, C, 2 * H);
+// out (n,C) = norm_down( W_down swiglu(norm_gu( W_gate|up inp )) ) for n rows; maps: gate, up, down
+static void ffn_forward(const LinearMap *maps, const FfnActs *s, real *out, const real *inp, int64_t n) {
+    int64_t H = maps[0].rows, C = maps[0].cols;
+    const LinearMap *down = &maps[2];
+    matmul_forward(s->gu_raw, inp, maps[0].w_eff, n, C, 2 * H);
     if (s->gu_raw != s->gu) {
-        site_norm_forward(&maps[SITE_GATE], s->gu, s->gu_rstd, s->gu_raw, N, 1, H, 0, 2 * H);
-        site_norm_forward(&maps[SITE_UP], s->gu, s->gu_rstd + N, s->gu_raw, N, 1, H, H, 2 * H);
+        site_norm_forward(&maps[0], s->gu, s->gu_rstd, s->gu_raw, n, 1, H, 0, 2 * H);
+        site_norm_forward(&maps[1], s->gu, s->gu_rstd + n, s->gu_raw, n, 1, H, H, 2 * H);
     }
-    swiglu_forward(s->h, s->gu, N, H);
-    real *down = maps[SITE_DOWN].norm ? s->down_raw : out;
-    matmul_forward(down, s->h, maps[SITE_DOWN].w_eff, N, H, C);
-    if (maps[SITE_DOWN].norm) { rmsnorm_forward(out, s->down_rstd, down, maps[SITE_DOWN].norm_eff, N, 1, C, C); }
+    swiglu_forward(s->h, s->gu, n, H);
+    matmul_forward(down->norm ? s->down_raw : out, s->h, down->w_eff, n, H, C);
+    if (down->norm) { rmsnorm_forward(out, s->down_rstd, s->down_raw, down->norm_eff, n, 1, C, C); }
+}
+
+// dinp (n,C) is written; dout (n,C) and dinp may be one
+static void ffn_backward(GPT *m, const LinearMap *maps, const FfnActs *s, real *dinp, const real *dout, const real *inp, int64_t n) {
+    int64_t H = maps[0].rows, C = maps[0].cols;
+    const LinearMap *down = &maps[2];
+    if (down->norm) {
+        rmsnorm_backward(dinp, down->dnorm_eff, m->partial, dout, s->down_raw, s->down_rstd, down->norm_eff, n, 1, C, C, 0);
+        dout = dinp;
+    }
+    real *d_h = m->d_att, *d_raw = m->d_wide;
+    matmul_backward(d_h, down->dw_eff, dout, s->h, down->w_eff, n, H, C, m->accumulate);
+    swiglu_backward(m->d_wide, d_h, s->gu, n, H);
+    if (s->gu_raw != s->gu) {
+        d_raw = m->d_wide_raw;
+        site_norm_backward(m, &maps[0], d_raw, m->d_wide, s->gu_raw, s->gu_rstd, n, 1, H, 0, 2 * H);
+        site_norm_backward(m, &maps[1], d_raw, m->d_wide, s->gu_raw, s->gu_rstd + n, n, 1, H, H, 2 * H);
+    }
+    matmul_backward(dinp, maps[0].dw_eff, d_raw, inp, maps[0].w_eff, n, C, 2 * H, m->accumulate);
+}
+
+// Mixture of experts: out = sum over the K chosen experts e of weight_e * ffn_e(x), plus the shared expert.
+//   logits = W_router x;  chosen = the K largest;  weights = softmax over the chosen logits (ours)
+//   balance loss = E sum_e f_e P_e (ours), f_e: share of the rows that go to e, P_e: mean probability of e;
+//   z-loss = mean of log-sum-exp(logits)^2. Each layer adds both; no token is ever dropped.
+// Tokens are sorted by expert, so that each expert works on neighbouring rows.
+
+static FfnActs ffn_rows(const FfnActs *s, const LinearMap *maps, int64_t row) { // the part from `row` on
+    int64_t H = maps[0].rows, C = maps[0].cols;
+    FfnActs part = {s->gu_raw + row * 2 * H, s->gu_rstd, s->gu + row * 2 * H, s->h + row * H, s->down_raw, s->down_rstd};
+    if (s->gu_raw != s->gu) { part.gu_rstd += 2 * row; }
+    if (maps[2].norm) { part.down_raw += row * C; part.down_rstd += row; }
+    return part;
+}
+
+// probs (N,E) holds logits and leaves with their softmax; lse, chosen and weights are set.
+static void router_choose(MoeActs *s, int64_t N, int E, int K) {
+    #pragma omp parallel for schedule(static)
+    for (int64_t n = 0; n < N; n++) {
+        real *z = s->probs + n * E, *weights = s->weights + n * K, sum = 0, chosen_sum = 0;
+        int32_t *chosen = s->chosen + n * K;
+        for (int k = 0; k < K; k++) { // the k-th largest; of equals, the first
+            int best = -1;
+            for (int e = 0; e < E; e++) {
+                int taken = 0;
+                for (int j = 0; j < k; j++) { taken |= chosen[j] == e; }
+                if (!taken && (best < 0 || z[e] > z[best])) { best = e; }
+            }
+            chosen[k] = best;
+        }
+        real top = z[chosen[0]];
+        for (int k = 0; k < K; k++) { weights[k] = exp_fast(z[chosen[k]] - top); chosen_sum += weights[k]; }
+        for (int k = 0; k < K; k++) { weights[k] /= chosen_sum; }
+        for (int e = 0; e < E; e++) { z[e] = exp_fast(z[e] - top); sum += z[e]; }
+        for (int e = 0; e < E; e++) { z[e] /= sum; }
+        s->lse[n] = top + (real)log((double)sum);
+    }
+}
+
+// Counting sort by expert, tokens in order within each: begin (E+1) and row (N,K).
+static void router_sort(GPT *m, MoeActs *s, int64_t *tokens, int64_t N, int E, int K) {
+    memset(s->begin, 0, (size_t)(E + 1) * sizeof(int64_t));
+    for (int64_t i = 0; i < N * K; i++) { s->begin[s->chosen[i] + 1]++; }
+    double balance = 0, z = 0;
+    for (int e = 0; e < E; e++) {
+        double mean = 0;
+        for (int64_t n = 0; n < N; n++) { mean += s->probs[n * E + e]; }
+        balance += (double)s->begin[e + 1] / (double)(N * K) * (mean / (double)N);
+        tokens[e] += s->begin[e + 1];
+    }
+    for (int64_t n = 0; n < N; n++) { z += (double)s->lse[n] * s->lse[n]; }
+    m->balance_loss += E * balance;
+    m->z_loss += z / (double)N;
+    for (int e = 0; e < E; e++) { s->begin[e + 1] += s->begin[e]; }
+    for (int64_t i = 0; i < N * K; i++) { s->row[i] = (int32_t)s->begin[s->chosen[i]]++; }
+    for (int e = E; e > 0; e--) { s->begin[e] = s->begin[e - 1]; } // filling moved each begin to its end
+    s->begin[0] = 0;
+}
+
+static void moe_forward(GPT *m, LayerActs *a, int layer, real *out) {
+    MoeActs *s = &a->moe;
+    int64_t N = (int64_t)m->B * m->T, C = m->cfg.channels;
+    int E = m->cfg.experts, K = m->cfg.top_k;
+    matmul_forward(s->probs, a->ln2, gpt_router(m, layer)->w_eff, N, C, E);
+    router_choose(s, N, E, K);
+    router_sort(m, s, m->expert_tokens + (int64_t)layer * E, N, E, K);
+    #pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < N * K; i++) { memcpy(s->x + s->row[i] * C, a->ln2 + i / K * C, (size_t)C * sizeof(real)); }
+    for (int e = 0; e < E; e++) {
+        const LinearMap *maps = gpt_ffn_maps(m, layer, e);
+        FfnActs part = ffn_rows(&s->experts, maps, s->begin[e]);
+        ffn_forward(maps, &part, s->y + s->begin[e] * C, s->x + s->begin[e] * C, s->begin[e + 1] - s->begin[e]);
+    }
+    real *sum = m->cfg.post_norm ? s->sum : out;
+    int dense = gpt_has_dense(m);
+    if (dense) { ffn_forward(gpt_ffn_maps(m, layer, -1), &a->ffn, sum, a->ln2, N); }
+    #pragma omp parallel for schedule(static)
+    for (int64_t n = 0; n < N; n++) {
+        for (int64_t c = 0; c < C; c++) {
+            real value = dense ? sum[n * C + c] : (real)0;
+            for (int k = 0; k < K; k++) { value += s->weights[n * K + k] * s->y[s->row[n * K + k] * C + c]; }
+            sum[n * C + c] = value;
+        }
+    }
+    if (m->cfg.post_norm) { rmsnorm_forward(out, s->sum_rstd, sum, gpt_gamma(m, m->ffn_norm[layer]), N, 1, C, C); }
+}
+
+// d_logits (N,E) from the gradients of the weights, the balance loss and the z-loss
+static void router_backward(GPT *m, const MoeActs *s, const real *d_weights, int64_t N, int E, int K) {
+    double scale = m->grad_scale;
+    #pragma omp parallel for schedule(static)
+    for (int64_t n = 0; n < N; n++) {
+        const real *p = s->probs + n * E, *w = s->weights + n * K, *dw = d_weights + n * K;
+        real *dz = m->d_logits + n * E, mean = 0, dot = 0;
+        double weight = m->cfg.balance_loss * E / (double)(N * K) * scale; // times count_e: the gradient of p_e
+        for (int e = 0; e < E; e++) { mean += p[e] * (real)(weight * (double)(s->begin[e + 1] - s->begin[e])); }
+        for (int e = 0; e < E; e++) {
+            real dp = (real)(weight * (double)(s->begin[e + 1] - s->begin[e]));
+            dz[e] = p[e] * (dp - mean + (real)(2 * m->cfg.router_z_loss * scale) * s->lse[n]);
+        }
+        for (int k = 0; k < K; k++) { dot += w[k] * dw[k]; }
+        for (int k = 0; k < K; k++) { dz[s->chosen[n * K + k]] += w[k] * (dw[k] - dot); }
+    }
+}
+
+// dinp (N,C) is written; dout (N,C): the gradient of moe_forward's out
+static void moe_backward(GPT *m, LayerActs *a, int layer, real *dinp, const real *dout) {
+    MoeActs *s = &a->moe;
+    int64_t N = (int64_t)m->B * m->T, C = m->cfg.channels;
+    int E = m->cfg.experts, K = m->cfg.top_k;
+    if (m->cfg.post_norm) {
+        int norm = m->ffn_norm[layer];
+        rmsnorm_backward(m->d_sum, gpt_dgamma(m, norm), m->partial, dout, s->sum, s->sum_rstd, gpt_gamma(m, norm), N, 1, C, C, 0);
+        dout = m->d_sum;
+    }
+    real *d_weights = m->d_weights;
+    #pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < N * K; i++) { // row i/K of dout goes to each of its experts, by weight
+        const real *d = dout + i / K * C, *y = s->y + s->row[i] * C;
+        real *to = m->d_rows + s->row[i] * C, dot = 0, weight = s->weights[i];
+        #pragma omp simd reduction(+:dot)
+        for (int64_t c = 0; c < C; c++) { dot += d[c] * y[c]; to[c] = weight * d[c]; }
+        d_weights[i] = dot;
+    }
+    for (int e = 0; e < E; e++) {
+        const LinearMap *maps = gpt_ffn_maps(m, layer, e);
+        FfnActs part = ffn_rows(&s->experts, maps, s->begin[e]);
+        real *rows = m->d_rows + s->begin[e] * C;
+        ffn_backward(m, maps, &part, rows, rows, s->x + s->begin[e] * C, s->begin[e + 1] - s->begin[e]);
+    }
+    const LinearMap *router = gpt_router(m, layer);
+    router_backward(m, s, d_weights, N, E, K);
+    real *d_shared = m->d_shared;
+    if (gpt_has_dense(m)) { ffn_backward(m, gpt_ffn_maps(m, layer, -1), &a->ffn, d_shared, dout, a->ln2, N); }
+    matmul_backward(dinp, router->dw_eff, m->d_logits, a->ln2, router->w_eff, N, C, E, m->accumulate);
+    #pragma omp parallel for schedule(static)
+    for (int64_t n = 0; n < N; n++) {
+        for (int64_t c = 0; c < C; c++) {
+            real value = dinp[n * C + c] + (gpt_has_dense(m) ? d_shared[n * C + c] : (real)0);
+            for (int k = 0; k < K; k++) { value += m->d_rows[s->row[n * K + k] * C + c]; }
+            dinp[n * C + c] = value;
+        }
+    }
+}
+
+// out = x2 + ffn( Norm(x2) )
+static void ffn_block_forward(GPT *m, LayerActs *s, int layer, real *out) {
+    int64_t N = (int64_t)m->B * m->T, C = m->cfg.channels;
+    rmsnorm_forward(s->ln2, s->ln2_rstd, s->x2, NULL, N, 1, C, C);
+    if (m->cfg.experts) { moe_forward(m, s, layer, out); }
+    else { ffn_forward(gpt_ffn_maps(m, layer, -1), &s->ffn, out, s->ln2, N); }
     residual_forward(out, s->x2, out, N * C);
 }
 
 // dx holds the gradient of the block's output and leaves with dL/dx2
-static void ffn_block_backward(GPT *m, LayerActs *s, const LinearMap *maps) {
-    int64_t N = (int64_t)m->B * m->T, C = m->cfg.channels, H = m->cfg.hidden;
-    const real *d_down = m->dx;
-    if (maps[SITE_DOWN].norm) {
-        rmsnorm_backward(m->d_branch, maps[SITE_DOWN].dnorm_eff, m->partial, m->dx, s->down_raw, s->down_rstd, maps[SITE_DOWN].norm_eff, N, 1, C, C, 0);
-        d_down = m->d_branch;
-    }
-    real *d_h = m->d_att;
-    matmul_backward(d_h, maps[SITE_DOWN].dw_eff, d_down, s->h, maps[SITE_DOWN].w_eff, N, H, C, m->accumulate);
-    swiglu_backward(m->d_wide, d_h, s->gu, N, H);
-    real *d_raw = m->d_wide;
-    if (s->gu_raw != s->gu) {
-        d_raw = m->d_wide_raw;
-        site_norm_backward(m, &maps[SITE_GATE], d_raw, m->d_wide, s->gu_raw, s->gu_rstd, N, 1, H, 0, 2 * H);
-        site_norm_backward(m, &maps[SITE_UP], d_raw, m->d_wide, s->gu_raw, s->gu_rstd + N, N, 1, H, H, 2 * H);
-    }
-    matmul_backward(m->d_branch, maps[SITE_GATE].dw_eff, d_raw, s->ln2, maps[SITE_GATE].w_eff, N, C, 2 * H, m->accumulate);
+static void ffn_block_backward(GPT *m, LayerActs *s, int layer) {
+    int64_t N = (int64_t)m->B * m->T, C = m->cfg.channels;
+    if (m->cfg.experts) { moe_backward(m, s, layer, m->d_branch, m->dx); }
+    else { ffn_backward(m, gpt_ffn_maps(m, layer, -1), &s->ffn, m->d_branch, m->dx, s->ln2, N); }
     rmsnorm_backward(m->dx, NULL, NULL, m->d_branch, s->x2, s->ln2_rstd, NULL, N, 1, C, C, 1);
 }
 
@@ -1794,11 +2064,13 @@ static double gpt_forward(GPT *m, const int32_t *inputs, const int32_t *targets,
     int64_t N = (int64_t)B * T, C = m->cfg.channels;
     m->B = B;
     m->T = T;
+    m->grad_scale = grad_scale;
+    m->balance_loss = m->z_loss = 0;
     embedding_forward(m->acts[0].x, m->theta + m->params[0].offset, inputs, N, C);
     for (int l = 0; l < m->cfg.layers; l++) {
         LayerActs *s = &m->acts[l];
         attention_block_forward(m, s, gpt_layer_maps(m, l));
-        ffn_block_forward(m, s, gpt_layer_maps(m, l), l + 1 < m->cfg.layers ? m->acts[l + 1].x : m->x_final);
+        ffn_block_forward(m, s, l, l + 1 < m->cfg.layers ? m->acts[l + 1].x : m->x_final);
     }
     rmsnorm_forward(m->ln_final, m->ln_final_rstd, m->x_final, NULL, N, 1, C, C);
     return targets ? head_loss(m, targets, (real)grad_scale) : 0;
@@ -1809,7 +2081,7 @@ static void gpt_backward(GPT *m, const int32_t *inputs) {
     int64_t N = (int64_t)m->B * m->T, C = m->cfg.channels;
     rmsnorm_backward(m->dx, NULL, NULL, m->d_ln_final, m->x_final, m->ln_final_rstd, NULL, N, 1, C, C, 0);
     for (int l = m->cfg.layers - 1; l >= 0; l--) {
-        ffn_block_backward(m, &m->acts[l], gpt_layer_maps(m, l));
+        ffn_block_backward(m, &m->acts[l], l);
         attention_block_backward(m, &m->acts[l], gpt_layer_maps(m, l));
     }
     embedding_backward(m->grads + m->params[0].offset, m->dx, inputs, N, C);
@@ -2445,7 +2717,7 @@ static void checkpoint_load(GPT *m, const char *checkpoint, const SafeFile *mode
 }
 
 // metrics.csv holds only what the same flags give again bit by bit; times go to timing.csv beside it.
-#define METRICS_HEADER "step,tokens,lr,train_loss,val_loss,grad_norm\n"
+#define METRICS_HEADER "step,tokens,lr,train_loss,val_loss,grad_norm"
 #define TIMING_HEADER "step,ms,tokens_per_second\n"
 typedef struct CsvFile { FILE *file; char path[4400]; } CsvFile;
 
@@ -2525,7 +2797,7 @@ static void sample_print(GPT *m, const Tokenizer *tokenizer, int64_t count, uint
         int T = n < cfg->seq_len ? (int)n : cfg->seq_len, length = 0;
         gpt_forward(m, tokens + n - T, NULL, 1, T, 0);
         gpt_logits(m, logits, 1);
-        tokens[n] = sample_token(logits, logits + cfg->vocab, cfg->vocab, cfg->temperature, cfg->top_k, random_uniform(stream + (uint64_t)i));
+        tokens[n] = sample_token(logits, logits + cfg->vocab, cfg->vocab, cfg->temperature, cfg->sample_top_k, random_uniform(stream + (uint64_t)i));
         if (tokens[n] == tokenizer->eot) { printf("\n"); continue; }
         const char *text = tokenizer_decode(tokenizer, tokens[n], &length);
         fwrite(text, 1, (size_t)length, stdout);
@@ -2568,10 +2840,13 @@ static double seconds(void) {
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
-// FLOPs a token of forward and backward: 6 for each weight of a linear map, and 6 L C T for causal attention.
+// FLOPs a token of forward and backward: 6 for each weight of a linear map that it uses, and 6 L C T for causal attention.
 static double flops_per_token(const GPT *m) {
     double weights = 0, attention = (double)m->cfg.layers * m->cfg.heads * m->head_size * m->cfg.seq_len;
-    for (int i = 0; i < m->num_maps; i++) { weights += (double)m->maps[i].rows * (double)m->maps[i].cols; }
+    for (int i = 0; i < m->num_maps; i++) { // an expert works for K tokens in E
+        double share = m->maps[i].expert < 0 ? 1 : (double)m->cfg.top_k / m->cfg.experts;
+        weights += share * (double)m->maps[i].rows * (double)m->maps[i].cols;
+    }
     return 6 * weights + 6 * attention;
 }
 
@@ -2585,13 +2860,15 @@ static void print_estimate(GPT *m) {
         printf("%-12s %14lld  %s\n", role_table[role].name, (long long)n, role_table[role].what);
     }
     printf("%-12s %14lld  of which in scale vectors: %lld (%.4f%%)\n", "total", (long long)m->num_theta, (long long)vectors, 100.0 * (double)vectors / (double)m->num_theta);
+    int64_t active = gpt_active_parameters(m);
+    if (m->cfg.experts) { printf("%-12s %14lld  used by a token: %d of %d experts\n", "active", (long long)active, m->cfg.top_k, m->cfg.experts); }
     MemoryUse use = gpt_estimate_memory(m, m->cfg.batch, m->cfg.seq_len);
     const double MiB = 1 << 20;
     printf("memory, MiB  %14.1f  theta %.1f, theta~ %.1f, gradients %.1f, optimizer %.1f, activations %.1f, work space %.1f\n", (double)use.total / MiB,
            (double)use.theta / MiB, (double)use.effective / MiB, (double)use.grads / MiB, (double)use.moments / MiB, (double)use.activations / MiB, (double)use.work / MiB);
     printf("FLOPs        %14.3g  a token, forward and backward\n", flops_per_token(m));
     double tokens = (double)m->cfg.steps * m->cfg.total_batch * m->cfg.seq_len;
-    printf("run          %14.3g  tokens in %lld steps: %.3g FLOPs, %.2f tokens a parameter\n", tokens, (long long)m->cfg.steps, tokens * flops_per_token(m), tokens / (double)m->num_theta);
+    printf("run          %14.3g  tokens in %lld steps: %.3g FLOPs, %.2f tokens a parameter used\n", tokens, (long long)m->cfg.steps, tokens * flops_per_token(m), tokens / (double)active);
 }
 
 // Every option with its value, in a few wrapped lines.
@@ -2621,17 +2898,31 @@ static double validate(GPT *m, const DataLoader *val) {
     return sum / (double)sequences;
 }
 
+typedef struct Run {
+    DataLoader data, val;
+    int has_val, has_tokenizer, terminal;
+    Tokenizer tokenizer;
+    TrainState state;
+    CsvFile metrics, timing;
+    double balance_loss, z_loss; // of the last step's gradient: mean over micro-batches
+    double last_ms;          // smoothed time of a step, for the ETA
+} Run;
+
 // Gradient of one step over --total-batch sequences, in micro-batches. Returns the mean loss.
-static double train_gradient(GPT *m, const DataLoader *data, int64_t first_sequence) {
+static double train_gradient(GPT *m, Run *run) {
     int B = m->cfg.batch, T = m->cfg.seq_len, micro = m->cfg.total_batch / B;
     double loss = 0;
+    run->balance_loss = run->z_loss = 0;
+    memset(m->expert_tokens, 0, (size_t)m->cfg.layers * (size_t)m->cfg.experts * sizeof(int64_t));
     gpt_zero_grad(m);
     for (int i = 0; i < micro; i++) {
         for (int b = 0; b < B; b++) {
-            loader_read(data, first_sequence + (int64_t)i * B + b, m->inputs + (int64_t)b * T, m->targets + (int64_t)b * T, m->cfg.vocab);
+            loader_read(&run->data, run->state.sequences + (int64_t)i * B + b, m->inputs + (int64_t)b * T, m->targets + (int64_t)b * T, m->cfg.vocab);
         }
         loss += gpt_forward(m, m->inputs, m->targets, B, T, 1.0 / ((double)m->cfg.total_batch * T)) / micro;
         gpt_backward(m, m->inputs);
+        run->balance_loss += m->balance_loss / micro;
+        run->z_loss += m->z_loss / micro;
     }
     reparameterize_backward(m);
     return loss;
@@ -2643,15 +2934,6 @@ static void format_duration(double s, char *out, size_t size) {
     else if (t < 48 * 3600) { snprintf(out, size, "%ld:%02ld:%02ld", t / 3600, t / 60 % 60, t % 60); }
     else { snprintf(out, size, "%.1f days", s / 86400); }
 }
-
-typedef struct Run {
-    DataLoader data, val;
-    int has_val, has_tokenizer, terminal;
-    Tokenizer tokenizer;
-    TrainState state;
-    CsvFile metrics, timing;
-    double last_ms;          // smoothed time of a step, for the ETA
-} Run;
 
 // One line a step, rewritten in place on a terminal; elsewhere only steps with a validation print.
 static void print_progress(const GPT *m, const Run *run, double loss, double val_loss, double lr, double norm, double tokens_per_second) {
@@ -2665,11 +2947,31 @@ static void print_progress(const GPT *m, const Run *run, double loss, double val
     fflush(stdout);
 }
 
+// Columns of metrics.csv for a mixture of experts, "" without: losses summed over layers, the largest share that one
+// expert of one layer took of its layer's rows over the fair share, and each expert's tokens summed over layers.
+static char *moe_text(const GPT *m, const Run *run) {
+    int E = m->cfg.experts, L = m->cfg.layers;
+    if (E == 0) { return text_format("%s", ""); }
+    int64_t most = 0;
+    for (int i = 0; i < L * E; i++) { if (m->expert_tokens[i] > most) { most = m->expert_tokens[i]; } }
+    double fair = (double)m->cfg.total_batch * m->cfg.seq_len * m->cfg.top_k / E;
+    char *text = text_format(",%.9g,%.9g,%.4g", run->balance_loss, run->z_loss, (double)most / fair);
+    for (int e = 0; e < E; e++) {
+        int64_t tokens = 0;
+        for (int l = 0; l < L; l++) { tokens += m->expert_tokens[(int64_t)l * E + e]; }
+        char *longer = text_format("%s,%lld", text, (long long)tokens);
+        free(text);
+        text = longer;
+    }
+    return text;
+}
+
 static void train_step(GPT *m, Run *run) {
     const Config *cfg = &m->cfg;
     int64_t step = run->state.step + 1, tokens = (int64_t)cfg->total_batch * cfg->seq_len;
     double begin = seconds(), lr = learning_rate(cfg, step - 1);
-    double loss = train_gradient(m, &run->data, run->state.sequences);
+    double loss = train_gradient(m, run);
+    char *moe_columns = moe_text(m, run);
     double norm = gradient_norm(m);
     if (!isfinite(loss) || !isfinite(norm)) {
         int64_t *steps = NULL;
@@ -2686,7 +2988,8 @@ static void train_step(GPT *m, Run *run) {
     if (run->has_val && (step == cfg->steps || (cfg->val_every > 0 && step % cfg->val_every == 0))) { val_loss = validate(m, &run->val); }
     fprintf(run->metrics.file, "%lld,%lld,%.9g,%.9g,", (long long)step, (long long)(run->state.sequences * cfg->seq_len), lr, loss);
     if (!isnan(val_loss)) { fprintf(run->metrics.file, "%.9g", val_loss); }
-    fprintf(run->metrics.file, ",%.9g\n", norm);
+    fprintf(run->metrics.file, ",%.9g%s\n", norm, moe_columns);
+    free(moe_columns);
     fprintf(run->timing.file, "%lld,%.3f,%.1f\n", (long long)step, ms, (double)tokens / ms * 1000);
     csv_flush(&run->metrics);
     csv_flush(&run->timing);
@@ -2706,7 +3009,14 @@ static void train(GPT *m, Run *run) {
     write_text_file(path, listing);
     free(listing);
     free(path);
-    csv_open(&run->metrics, cfg->out, "metrics.csv", METRICS_HEADER, run->state.step);
+    char *header = text_format(METRICS_HEADER "%s", cfg->experts ? ",balance_loss,router_z_loss,max_load" : "");
+    for (int e = 0; e <= cfg->experts; e++) {
+        char *longer = e < cfg->experts ? text_format("%s,expert_%d", header, e) : text_format("%s\n", header);
+        free(header);
+        header = longer;
+    }
+    csv_open(&run->metrics, cfg->out, "metrics.csv", header, run->state.step);
+    free(header);
     csv_open(&run->timing, cfg->out, "timing.csv", TIMING_HEADER, run->state.step);
     signal(SIGINT, on_signal);
     signal(SIGTERM, on_signal);
@@ -2771,7 +3081,7 @@ static void prepare_out(const Config *cfg) {
 static void settle_steps(GPT *m) {
     Config *cfg = &m->cfg;
     if (cfg->tokens_per_param == 0) { return; }
-    double steps = ceil(cfg->tokens_per_param * (double)m->num_theta / ((double)cfg->total_batch * cfg->seq_len));
+    double steps = ceil(cfg->tokens_per_param * (double)gpt_active_parameters(m) / ((double)cfg->total_batch * cfg->seq_len));
     const Option *o = &options[find_option("steps")];
     if (steps > o->high) { USAGE("--tokens-per-param: found %g, which makes %g steps, expected at most %g", cfg->tokens_per_param, steps, o->high); }
     cfg->steps = steps < 1 ? 1 : (int64_t)steps;

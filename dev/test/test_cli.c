@@ -710,9 +710,9 @@ Test(cli, a_run_without_a_checkpoint_is_no_dead_end) {
 // 2. Good input
 
 static const char *const all_flags =
-    "model layers channels heads kv-heads hidden seq-len vocab tie-embeddings qk-norm post-norm variant norm-scale hg placement reparam wd-scale "
+    "model layers channels heads kv-heads hidden seq-len vocab tie-embeddings qk-norm post-norm experts top-k expert-hidden shared-hidden balance-loss router-z-loss variant norm-scale hg placement reparam wd-scale "
     "optimizer lr schedule warmup decay-frac final-lr-frac weight-decay beta1 beta2 eps muon-momentum sgd-momentum grad-clip batch total-batch steps "
-    "tokens-per-param seed data val-data tokenizer out resume save-every keep val-every val-batches sample-every sample prompt temperature top-k stop-at "
+    "tokens-per-param seed data val-data tokenizer out resume save-every keep val-every val-batches sample-every sample prompt temperature sample-top-k stop-at "
     "threads estimate help";
 
 Test(cli, help_lists_every_option) {
@@ -1148,9 +1148,9 @@ static void check_samples(const char *prompt) {
     free(text);
     compare_samples(1, "--sample 40", "--sample 40");
     compare_samples(1, "--sample 40 --temperature 0", "--sample 40 --temperature 0");
-    compare_samples(1, "--sample 40 --top-k 1 --temperature 2", "--sample 40 --temperature 0");
+    compare_samples(1, "--sample 40 --sample-top-k 1 --temperature 2", "--sample 40 --temperature 0");
     compare_samples(0, "--sample 40 --temperature 2", "--sample 40 --temperature 0");
-    compare_samples(1, "--sample 40 --top-k 60000", "--sample 40 --top-k 0");
+    compare_samples(1, "--sample 40 --sample-top-k 60000", "--sample 40 --sample-top-k 0");
 }
 
 Test(cli, samples_of_bytes) {
