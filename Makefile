@@ -2,6 +2,7 @@
 # make demo       the paper's idea in a few minutes: baseline against unified on a synthetic language
 # make test       all tests          make test-sanitize   the same under AddressSanitizer and UBSan, and valgrind
 # make bench      speed against OpenBLAS and PyTorch, parts of a step, memory (BENCH_FLAGS=--quick: about a minute)
+# make theory     the theorems of the paper, by numbers from this code
 # make data       the synthetic corpus that train_gpt2 reads by default
 # make clean      removes what make built; runs/ and data/ stay
 #
@@ -30,7 +31,7 @@ override CFLAGS += $(OPENMP)
 HEADERS = data/tokenizer.h
 SANITIZE = -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g
 
-.PHONY: all demo data test bench test-sanitize sanitized-tests clean
+.PHONY: all demo theory data test bench test-sanitize sanitized-tests clean
 .DELETE_ON_ERROR:
 all: train_gpt2 data/tokenize data/synth
 
@@ -49,13 +50,24 @@ demo: train_gpt2 data/synth
 
 # Tests: one Criterion program a file. test_gpt2 runs in double, where finite differences have their digits, and
 # again in float; the rest drive the programs from outside.
-TESTS = $(BUILD)/test_gpt2_double $(BUILD)/test_gpt2_float $(BUILD)/test_cli $(BUILD)/test_tokenizer $(BUILD)/test_synth
+TESTS = $(BUILD)/test_gpt2_double $(BUILD)/test_gpt2_float $(BUILD)/test_cli $(BUILD)/test_tokenizer $(BUILD)/test_synth \
+        $(BUILD)/test_theory
 $(BUILD):
 	mkdir -p $@
 $(BUILD)/test_gpt2_double: test_gpt2.c train_gpt2.c $(HEADERS) Makefile | $(BUILD)
 	$(CC) $(CFLAGS) -DREAL=double $< -o $@ $(LDFLAGS) -lcriterion $(LDLIBS)
 $(BUILD)/test_gpt2_float: test_gpt2.c train_gpt2.c $(HEADERS) Makefile | $(BUILD)
 	$(CC) $(CFLAGS) $< -o $@ $(LDFLAGS) -lcriterion $(LDLIBS)
+# Theorems 2.2, 2.3, 3.1, 3.2 and the preconditioner, by numbers from this code. Without OpenMP: a handful of numbers
+# is several times faster so.
+THEOREMS = $(addprefix $(BUILD)/,theorem_2_2 theorem_2_3 theorem_3_1 theorem_3_2 preconditioner)
+THEORY_FLAGS = $(if $(OPENMP),$(filter-out $(OPENMP),$(CFLAGS)) -Wno-unknown-pragmas,$(CFLAGS))
+theory: $(THEOREMS)
+	@for program in $(THEOREMS); do $$program && echo || exit 1; done
+$(THEOREMS): $(BUILD)/%: dev/theory/%.c dev/theory/student.h train_gpt2.c $(HEADERS) Makefile | $(BUILD)
+	$(CC) $(THEORY_FLAGS) $< -o $@ $(LDFLAGS) $(LDLIBS)
+$(BUILD)/test_theory: dev/test/test_theory.c $(wildcard dev/theory/*.[ch]) train_gpt2.c $(HEADERS) Makefile | $(BUILD)
+	$(CC) $(THEORY_FLAGS) $< -o $@ $(LDFLAGS) -lcriterion $(LDLIBS)
 $(BUILD)/test_%: dev/test/test_%.c train_gpt2.c data/synth.c data/tokenize.c $(HEADERS) Makefile | $(BUILD)
 	$(CC) $(CFLAGS) $< -o $@ $(LDFLAGS) -lcriterion $(LDLIBS)
 

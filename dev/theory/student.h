@@ -49,7 +49,9 @@ static void gaussians(double *out, int n, double std, Random *r) {
     for (int i = 0; i < n; i++) { out[i] = std * gaussian_next(r); }
 }
 
-// ---- sums
+// ---- sums and extremes; what is not a number stays so, that no check passes by it
+static double larger(double a, double b) { return isnan(a) || isnan(b) ? NAN : a > b ? a : b; }
+static double smaller(double a, double b) { return isnan(a) || isnan(b) ? NAN : a < b ? a : b; }
 static double dot_of(const double *a, const double *b, int n) {
     double sum = 0;
     for (int i = 0; i < n; i++) { sum += a[i] * b[i]; }
@@ -58,7 +60,7 @@ static double dot_of(const double *a, const double *b, int n) {
 static double squares(const double *a, int n) { return dot_of(a, a, n); }
 static double largest_difference(const double *a, const double *b, int n) {
     double worst = 0;
-    for (int i = 0; i < n; i++) { worst = fmax(worst, fabs(a[i] - b[i])); }
+    for (int i = 0; i < n; i++) { worst = larger(worst, fabs(a[i] - b[i])); }
     return worst;
 }
 

@@ -27,7 +27,7 @@ static double t22_preconditioner_error(Student *s, int mistake) {
         if (mistake == T22_NO_OUTER_PRODUCT) { along = 0; }
         for (int i = 0; i < rows; i++) {
             expected[i * cols + j] = -(gamma[j] * gamma[j] * s->G[i * cols + j] + W[i * cols + j] * along);
-            largest = fmax(largest, fabs(expected[i * cols + j]));
+            largest = larger(largest, fabs(expected[i * cols + j]));
         }
     }
     memcpy(start, s->gpt.theta, (size_t)size * sizeof(double));
@@ -48,7 +48,7 @@ static double t22_drift(const Student *s) {
     for (int j = 0; j < s->cols; j++) {
         double q = student_gamma_b(s)[j] * student_gamma_b(s)[j] - 1;
         for (int i = 0; i < s->rows; i++) { q -= student_W(s)[i * s->cols + j] * student_W(s)[i * s->cols + j]; }
-        worst = fmax(worst, fabs(q));
+        worst = larger(worst, fabs(q));
     }
     return worst;
 }
@@ -75,12 +75,12 @@ static void t22_teacher(uint64_t seed, int verbose, int mistake, T22Worst *worst
         }
         double exact = start * exp(-2 * dt * step), l0 = student_gradient(&without, NULL), l1 = student_gradient(&with, NULL);
         double drift = t22_drift(&with);
-        worst->margin = fmin(worst->margin, log(l0 / l1));
-        worst->integrator = fmax(worst->integrator, fabs(l0 / exact - 1));
-        worst->drift = fmax(worst->drift, drift);
+        worst->margin = smaller(worst->margin, log(l0 / l1));
+        worst->integrator = larger(worst->integrator, fabs(l0 / exact - 1));
+        worst->drift = larger(worst->drift, drift);
         if (step != shown[next]) { continue; }
         double error = step > 400 ? 0 : t22_preconditioner_error(&with, mistake); // later P G is lost in rounding
-        worst->preconditioner = fmax(worst->preconditioner, error);
+        worst->preconditioner = larger(worst->preconditioner, error);
         if (verbose) {
             printf("%8.3f %14.6e %14.6e %12.9f %14.1e ", dt * step, l0, l1, l1 / l0, drift);
             if (step > 400) { printf("%14s\n", "-"); } else { printf("%14.1e\n", error); }

@@ -136,7 +136,7 @@ static void t23_print(const char *title, const T23Run *run) {
 static void t23_factors(const T23Run *run, int from, int to, double *least, double *largest) {
     const T23Row *a = &run->at[from], *b = &run->at[to];
     const double factors[4] = {b->gamma2 / a->gamma2, b->max / a->max, b->trace / a->trace, b->frobenius / a->frobenius};
-    for (int i = 0; i < 4; i++) { *least = fmin(*least, factors[i]); *largest = fmax(*largest, factors[i]); }
+    for (int i = 0; i < 4; i++) { *least = smaller(*least, factors[i]); *largest = larger(*largest, factors[i]); }
 }
 
 static double t23_mismatch(const T23Run *run) { return fabs(run->left - run->right) / run->gross; }
@@ -163,8 +163,8 @@ int theorem_2_3(int verbose, int mistake) {
         if (verbose) { t23_print(cases[i].title, &runs[i]); }
     }
     const T23Run *with = &runs[T23_WITH], *without = &runs[T23_WITHOUT], *still = &runs[T23_STILL];
-    double bound = fmax(T23_COLS, squares(teacher, T23_ROWS * T23_COLS) / (2 * t23_lambda)), size = 0, limit = 0;
-    for (int at = 0; at < T23_TIMES; at++) { size = fmax(size, with->at[at].gamma2 + with->at[at].W2); }
+    double bound = larger(T23_COLS, squares(teacher, T23_ROWS * T23_COLS) / (2 * t23_lambda)), size = 0, limit = 0;
+    for (int at = 0; at < T23_TIMES; at++) { size = larger(size, with->at[at].gamma2 + with->at[at].W2); }
     for (int j = 0; j < T23_COLS; j++) { // 2 s_j sqrt(lambda t)
         double s2 = 0;
         for (int i = 0; i < T23_ROWS; i++) { s2 += teacher[i * T23_COLS + j] * teacher[i * T23_COLS + j]; }
@@ -173,7 +173,7 @@ int theorem_2_3(int verbose, int mistake) {
     double grows = INFINITY, settles = 0, unused = 0, least = INFINITY, balance = 0;
     for (int at = 2; at < T23_TIMES; at++) { t23_factors(without, at - 1, at, &grows, &unused); t23_factors(still, at - 1, at, &grows, &unused); }
     t23_factors(with, 2, 3, &least, &settles);
-    for (int i = 0; i < T23_CASES; i++) { if (i != T23_EDGE) { balance = fmax(balance, t23_mismatch(&runs[i])); } }
+    for (int i = 0; i < T23_CASES; i++) { if (i != T23_EDGE) { balance = larger(balance, t23_mismatch(&runs[i])); } }
     double label = runs[T23_LABEL].at[3].gamma2 / runs[T23_LABEL].at[2].gamma2, off = fabs(still->at[3].gamma2 / limit - 1);
     int holds = grows > 1.6 && settles < 1.05 && least > 0.95 && size <= bound && off < 0.05 && label < 1.1 && balance < 0.05;
     if (verbose) {
