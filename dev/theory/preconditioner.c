@@ -134,7 +134,7 @@ static void pre_compare(const GPT *m, int k, const double *PG, const double *d1,
 static void pre_variant(const char *variant, int verbose, int mistake, PreWorst *worst) {
     const double lr = 1e-5;
     GPT *m = pre_model(variant);
-    enum { MAPS = 2 * MAPS_PER_LAYER + 1 };
+    enum { MAPS = 2 * (4 + FFN_MAPS) + 1 }; // two dense layers and the head
     double *G[MAPS], *PG[MAPS], *old[MAPS], *d1[MAPS], *d2[MAPS], *theta = pre_copy(m->theta, m->num_theta);
     int B = m->cfg.batch, T = m->cfg.seq_len;
     gpt_zero_grad(m);
