@@ -560,7 +560,7 @@ Test(configuration, every_option_reads_back_what_it_writes) {
 
 static void check_placement(const char *text, const int *expected) {
     int placement[NUM_SITES];
-    placement_parse(placement, text, "test");
+    placement_parse(placement, text, FROM_FLAG, "test");
     for (int s = 0; s < NUM_SITES; s++) {
         cr_assert_eq(placement[s], expected[s], "%s: site %s has place %d, expected %d", text, site_names[s], placement[s], expected[s]);
     }

@@ -8,7 +8,8 @@
 //     theta   --reparameterize_forward-->   theta~  --gpt_forward-->   loss        once a step | once a micro-batch
 //     dtheta  <--reparameterize_backward--  dtheta~ <--gpt_backward--
 //
-// so the model in room 5 is a plain Llama-style GPT that never sees a variant; all of the paper is in room 3.
+// so the model in section 5 is a plain Llama-style GPT. All variants live in section 3, but for the one thing that can't
+// be folded into a matrix: a norm after it (DNP, QK-norm, post-norm), which the model applies with its effective scale.
 //
 //   1 configuration   2 parameters   3 scale vectors   4 layers    5 the model
 //   6 optimizers      7 data         8 checkpoints     9 sampling  10 main
@@ -16,7 +17,7 @@
 // Letters: B batch, T time (sequence length), C channels, L layers, V vocabulary, H hidden size of the FFN,
 // NH query heads, KVH key/value heads, HS head size, E experts, K of them chosen a token.
 // Matrices are row-major; a linear map y = W x has W (rows, cols).
-// The file is C11 in the subset that is also C++20, because train_gpt2.cu includes it.
+// The file is C11 in the subset that is also C++20, so that CUDA sources can include it.
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -32,6 +33,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <time.h>
@@ -165,7 +167,7 @@ static const Option options[] = {
     {NULL, "hg", TYPE_CHOICE, FIXED, AT(hg), "off", 0, 0, "off|on", "heterogeneity: a gamma_b for each branch (eq. 4)"},
     {NULL, "placement", TYPE_PLACEMENT, FIXED, AT(placement), "input", 0, 0, PLACE_CHOICES, "where the scale vectors stand (eq. 5-7): one value, or a list like q=dnp,k=dnp,head=input over q k v gate up head and o down"},
     {NULL, "reparam", TYPE_CHOICE, FIXED, AT(reparam), "none", 0, 0, "none|or|er", "how a scale vector is made (eq. 8, 9)"},
-    {NULL, "wd-scale", TYPE_CHOICE, KEPT, AT(wd_scale), "all", 0, 0, "all|none|input|output", "which scale vectors decay: those of Input-Norms, of Output-Norms"},
+    {NULL, "wd-scale", TYPE_CHOICE, KEPT, AT(wd_scale), "all", 0, 0, "all|none|input|output", "which scale vectors decay: those of Input-Norms (gamma_b, and gamma_a of ap and dp), those of Output-Norms; with or and er, alpha and beta alike"},
 
     {"Training", "optimizer", TYPE_CHOICE, FIXED, AT(optimizer), "adamw", 0, 0, "adamw|muon|sgd", "muon: for the matrices of the blocks, AdamW for the rest"},
     {NULL, "lr", TYPE_REAL, KEPT, AT(lr), "4e-3", 0, 100, NULL, "peak learning rate"},
@@ -191,8 +193,8 @@ static const Option options[] = {
     {NULL, "tokenizer", TYPE_TEXT, KEPT, AT(tokenizer), "auto", 0, 0, NULL, "rank file (.tiktoken), or bytes; auto: a .tiktoken file beside --data, else bytes where V is 256"},
     {NULL, "out", TYPE_TEXT, LOCAL, AT(out), "runs/default", 0, 0, NULL, "folder of this run: checkpoints, metrics.csv, timing.csv, config.txt"},
     {NULL, "resume", TYPE_TEXT, LOCAL, AT(resume), "", 0, 0, NULL, "go on from a run's last checkpoint, or from one checkpoint folder"},
-    {NULL, "save-every", TYPE_LONG, LOCAL, AT(save_every), "0", 0, 1e12, NULL, "steps between checkpoints; 0: only at the end"},
-    {NULL, "keep", TYPE_LONG, LOCAL, AT(keep), "2", 0, 1e6, NULL, "checkpoints kept; 0: all"},
+    {NULL, "save-every", TYPE_LONG, KEPT, AT(save_every), "100", 0, 1e12, NULL, "steps between checkpoints; 0: only at the end"},
+    {NULL, "keep", TYPE_LONG, KEPT, AT(keep), "2", 0, 1e6, NULL, "checkpoints kept; 0: all"},
     {NULL, "val-every", TYPE_LONG, KEPT, AT(val_every), "50", 0, 1e12, NULL, "steps between validations; 0: only at the end"},
     {NULL, "val-batches", TYPE_LONG, KEPT, AT(val_batches), "20", 1, 1e9, NULL, "micro-batches in a validation, or as many as there are"},
     {NULL, "sample-every", TYPE_LONG, LOCAL, AT(sample_every), "0", 0, 1e12, NULL, "steps between printed samples; 0: none"},
@@ -288,11 +290,11 @@ static const char *config_text(const char *text) {
 static void *option_field(const Option *o, const Config *cfg) { return (char *)(uintptr_t)cfg + o->offset; }
 
 // "dp" for the sites that a Pre-Norm feeds, or "q=dnp,o=dp": other sites keep input (o and down: none).
-static void placement_parse(int *placement, const char *text, const char *where) {
+static void placement_parse(int *placement, const char *text, enum Source source, const char *where) {
     for (int s = 0; s < NUM_SITES; s++) { placement[s] = (s == SITE_O || s == SITE_DOWN) ? PLACE_NONE : PLACE_INPUT; }
     if (!strchr(text, '=')) {
         int place = find_choice(PLACE_CHOICES, text, strlen(text));
-        if (place < 0) { USAGE("%s: found \"%s\", expected one of " PLACE_CHOICES ", or a list like q=dnp,o=dp", where, text); }
+        if (place < 0) { BAD_VALUE(source, "%s: found \"%s\", expected one of " PLACE_CHOICES ", or a list like q=dnp,o=dp", where, text); }
         for (int s = 0; s < NUM_SITES; s++) { if (s != SITE_O && s != SITE_DOWN) { placement[s] = place; } }
         return;
     }
@@ -302,7 +304,7 @@ static void placement_parse(int *placement, const char *text, const char *where)
         int site = find_choice("q|k|v|o|gate|up|down|head", item, key);
         int place = key < n ? find_choice(PLACE_CHOICES, item + key + 1, n - key - 1) : -1;
         if (site < 0 || place < 0 || (seen >> site & 1)) {
-            USAGE("%s: found \"%.*s\" in the list, expected SITE=PLACE, each site once, SITE one of q k v o gate up down head, PLACE one of " PLACE_CHOICES, where, (int)n, item);
+            BAD_VALUE(source, "%s: found \"%.*s\" in the list, expected SITE=PLACE, each site once, SITE one of q k v o gate up down head, PLACE one of " PLACE_CHOICES, where, (int)n, item);
         }
         seen |= 1u << site;
         placement[site] = place;
@@ -345,7 +347,7 @@ static void option_set(Config *cfg, int index, const char *text, enum Source sou
         *(int *)field = value;
         break;
     }
-    case TYPE_PLACEMENT: placement_parse((int *)field, text, where); break;
+    case TYPE_PLACEMENT: placement_parse((int *)field, text, source, where); break;
     case TYPE_TEXT: {
         *(const char **)field = config_text(text);
         break;
@@ -386,7 +388,7 @@ static const char *option_text(const Config *cfg, int index, char *out, size_t s
     return out;
 }
 
-// Applies the flags of one preset: "a=1 b=2". What is set from a source that ranks above `source` stays.
+// Applies the flags of one preset: "a=1 b=2". What a flag of the command line has set stays.
 static void preset_apply(Config *cfg, const Preset *preset, enum Source source, const char *where) {
     char *flags = text_format("%s", preset->flags), *save = NULL;
     for (char *item = strtok_r(flags, " ", &save); item; item = strtok_r(NULL, " ", &save)) {
@@ -443,6 +445,7 @@ static void config_defaults(Config *cfg) {
 static void config_parse_flags(Config *cfg, int argc, const char *const *argv) {
     for (int i = 1; i < argc; i++) {
         const char *flag = argv[i];
+        if (strcmp(flag, "-h") == 0) { flag = "--help"; }
         if (strncmp(flag, "--", 2) != 0) { USAGE("found \"%s\", expected a flag that begins with -- (see --help)", flag); }
         char name[64];
         snprintf(name, sizeof name, "%.*s", (int)strcspn(flag + 2, "="), flag + 2);
@@ -463,7 +466,7 @@ static void config_parse_flags(Config *cfg, int argc, const char *const *argv) {
         } else if (value) {
             value++;
         } else {
-            if (i + 1 >= argc || strncmp(argv[i + 1], "--", 2) == 0) { USAGE("--%s: found no value, expected one: %s", name, o->help); }
+            if (i + 1 >= argc || strncmp(argv[i + 1], "--", 2) == 0) { USAGE("--%s: found no value, expected one (--%s=VALUE where it begins with --): %s", name, name, o->help); }
             value = argv[++i];
         }
         char where[80];
@@ -866,7 +869,7 @@ static void scale_vector_backward(real *dalpha, real *dbeta, const real *dgamma,
         double rstd = 1 / sqrt(squares / (double)n + NORM_EPS);
         *dbeta = (real)(dot * rstd);
         for (int64_t i = 0; i < n; i++) { dalpha[i] = (real)(*beta * rstd * (dgamma[i] - alpha[i] * rstd * rstd * dot / (double)n)); }
-    } else {                     // d gamma_i = gamma_i (dbeta + dalpha_i - mean(dalpha))
+    } else {                     // dbeta = <dgamma, gamma>; dalpha_i = dgamma_i gamma_i - <dgamma, gamma> / n
         double dot = 0;
         for (int64_t i = 0; i < n; i++) { dot += (double)dgamma[i] * gamma[i]; }
         *dbeta = (real)dot;
@@ -1209,7 +1212,6 @@ static void rmsnorm_forward(real *out, real *rstd, const real *inp, const real *
 // partial: (NUM_BLOCKS, G*D) work space for dgamma. accumulate: add to dinp instead of writing it.
 static void rmsnorm_backward(real *dinp, real *dgamma, real *partial, const real *dout, const real *inp, const real *rstd,
                              const real *gamma, int64_t N, int64_t G, int64_t D, int64_t stride, int accumulate) {
-    real keep = accumulate ? (real)1 : (real)0;
     #pragma omp parallel for schedule(static)
     for (int block = 0; block < NUM_BLOCKS; block++) {
         real *part = partial + block * G * D;
@@ -1228,7 +1230,7 @@ static void rmsnorm_backward(real *dinp, real *dgamma, real *partial, const real
                 real along = r * r * r * dot / (real)D; // rstd * mean(dunit unit) / |x|: x carries one more rstd
                 for (int64_t d = 0; d < D; d++) {
                     real dunit = scale ? scale[d] * dy[d] : dy[d];
-                    dx[d] = (accumulate ? keep * dx[d] : (real)0) + r * dunit - along * x[d];
+                    dx[d] = (accumulate ? dx[d] : (real)0) + r * dunit - along * x[d];
                 }
             }
         }
@@ -2572,8 +2574,17 @@ static void checkpoint_remove(const char *out, int64_t step) {
     remove_dir(doomed);
 }
 
-// Keeps the newest `keep` checkpoints (0: all), and removes what a kill has left of others.
+// Keeps the newest `keep` checkpoints; 0: all.
 static void checkpoint_tidy(const char *out, int64_t keep) {
+    int64_t *steps = NULL;
+    int count = checkpoint_list(out, &steps);
+    for (int i = 0; keep > 0 && i < count - keep; i++) { checkpoint_remove(out, steps[i]); }
+    free(steps);
+}
+
+// Before a run goes on from `step`: removes what a kill has left half written, and the checkpoints of later steps.
+// Those belong to another course of the run, as do the later rows of metrics.csv, and --resume would mix the two.
+static void checkpoint_rewind(const char *out, int64_t step) {
     char *pattern = text_format("%s/step_*.tmp", out);
     glob_t found;
     if (glob(pattern, 0, NULL, &found) == 0) {
@@ -2582,8 +2593,10 @@ static void checkpoint_tidy(const char *out, int64_t keep) {
     }
     free(pattern);
     int64_t *steps = NULL;
-    int count = checkpoint_list(out, &steps);
-    for (int i = 0; keep > 0 && i < count - keep; i++) { checkpoint_remove(out, steps[i]); }
+    for (int count = checkpoint_list(out, &steps); count > 0 && steps[count - 1] > step; count--) {
+        printf("removed %s/step_%08lld: the run goes on from step %lld\n", out, (long long)steps[count - 1], (long long)step);
+        checkpoint_remove(out, steps[count - 1]);
+    }
     free(steps);
 }
 
@@ -2614,10 +2627,6 @@ static void checkpoint_save(const GPT *m, const char *out, const TrainState *sta
     if (rename(fail_cleanup_dir, path) != 0) { FAIL("%s: cannot rename to %s: %s", fail_cleanup_dir, path, strerror(errno)); }
     fail_cleanup_dir[0] = '\0';
     sync_dir(out);
-    int64_t *steps = NULL;
-    int count = checkpoint_list(out, &steps);
-    while (count > 0 && steps[count - 1] > state->step) { checkpoint_remove(out, steps[--count]); } // of steps that are done anew, as rows of metrics.csv
-    free(steps);
     checkpoint_tidy(out, m->cfg.keep);
 }
 
@@ -2625,7 +2634,9 @@ static void checkpoint_save(const GPT *m, const char *out, const TrainState *sta
 static void checkpoint_find(const char *resume, char *path, size_t path_size, char *run, size_t run_size) {
     struct stat info;
     char manifest[8800];
-    snprintf(path, path_size, "%s", resume);
+    char *plain = resume[0] == '/' || resume[0] == '.' ? realpath(resume, NULL) : NULL; // "." and ".." have no folder to go up to
+    snprintf(path, path_size, "%s", plain ? plain : resume);
+    free(plain);
     while (strlen(path) > 1 && path[strlen(path) - 1] == '/') { path[strlen(path) - 1] = '\0'; }
     if (stat(path, &info) != 0) { FAIL("--resume %s: cannot open: %s; expected a run's folder or a checkpoint", resume, strerror(errno)); }
     if (!S_ISDIR(info.st_mode)) { FAIL("--resume %s: found a file, expected a run's folder or a checkpoint's", resume); }
@@ -2687,7 +2698,8 @@ static void checkpoint_read_config(const SafeFile *f, Config *cfg, TrainState *s
     }
     state->step = strtoll(metadata_text(f, "step"), NULL, 10);
     state->sequences = strtoll(metadata_text(f, "sequences"), NULL, 10);
-    if (state->step < 1 || state->sequences < 1) { FAIL("%s: found step \"%s\" and sequences \"%s\", expected numbers above 0", f->path, metadata_text(f, "step"), metadata_text(f, "sequences")); }
+    const int64_t most = (int64_t)1 << 50; // far above what a run can reach, far below overflow
+    if (state->step < 1 || state->step > most || state->sequences < 1 || state->sequences > most || cfg->vocab < 1) { FAIL("%s: found step \"%s\", sequences \"%s\" and vocabulary %d, expected numbers from 1 to 2^50", f->path, metadata_text(f, "step"), metadata_text(f, "sequences"), cfg->vocab); }
     state->fingerprint = (uint32_t)strtoul(metadata_text(f, "data_fingerprint"), NULL, 10);
 }
 
@@ -2699,7 +2711,8 @@ static void checkpoint_check_config(const SafeFile *f, const Config *cfg) {
         snprintf(name, sizeof name, "option.%s", options[i].name);
         const char *stored = metadata_text(f, name);
         if (strcmp(stored, option_text(cfg, i, text, sizeof text)) != 0) {
-            USAGE("--%s: found %s, expected %s as in the checkpoint %s; it can't change on resume", options[i].name, text, stored, f->path);
+            const char *from = cfg->source[i] == FROM_MODEL ? " (from --model)" : cfg->source[i] == FROM_FLAG ? "" : " (from --variant)";
+            USAGE("--%s: found %s%s, expected %s as in the checkpoint %s; it can't change on resume", options[i].name, text, from, stored, f->path);
         }
     }
 }
@@ -2763,6 +2776,7 @@ static int compare_descending(const void *a, const void *b) {
 static int sample_token(const real *logits, real *sorted, int V, double temperature, int top_k, double uniform) {
     int best = 0;
     for (int v = 1; v < V; v++) { if (logits[v] > logits[best]) { best = v; } }
+    if (!isfinite(logits[best])) { FAIL("sampling: found logits that are not finite, expected a trained model"); }
     if (temperature == 0) { return best; }
     real least = -INFINITY;
     if (top_k > 0 && top_k < V) {
@@ -2780,18 +2794,27 @@ static int sample_token(const real *logits, real *sorted, int V, double temperat
     return best;
 }
 
+// End-of-text (a document begins) and the tokens of --prompt, which the caller frees; returns their number.
+static int64_t prompt_tokens(const Config *cfg, const Tokenizer *tokenizer, int64_t room, int32_t **tokens) {
+    if (tokenizer->eot >= cfg->vocab) { FAIL("--tokenizer: found end-of-text %d, expected less than the model's vocabulary of %d", tokenizer->eot, cfg->vocab); }
+    int64_t capacity = 0, n = 1 + tokenizer_encode(tokenizer, cfg->prompt, (int64_t)strlen(cfg->prompt), tokens, &capacity);
+    *tokens = (int32_t *)realloc(*tokens, (size_t)(n + room) * sizeof(int32_t));
+    if (!*tokens) { FAIL("out of memory"); }
+    memmove(*tokens + 1, *tokens, (size_t)(n - 1) * sizeof(int32_t));
+    (*tokens)[0] = tokenizer->eot;
+    for (int64_t i = 1; i < n; i++) {
+        if ((*tokens)[i] >= cfg->vocab) { FAIL("--prompt: found token %d, expected less than the model's vocabulary of %d", (*tokens)[i], cfg->vocab); }
+    }
+    return n;
+}
+
 // Prints --prompt and `count` more tokens. Each token costs a forward over the last T tokens at most.
 static void sample_print(GPT *m, const Tokenizer *tokenizer, int64_t count, uint64_t stream) {
     const Config *cfg = &m->cfg;
-    if (tokenizer->eot >= cfg->vocab) { FAIL("--tokenizer: found end-of-text %d, expected less than the model's vocabulary of %d", tokenizer->eot, cfg->vocab); }
     int32_t *tokens = NULL;
-    int64_t capacity = 0, n = 1 + tokenizer_encode(tokenizer, cfg->prompt, (int64_t)strlen(cfg->prompt), &tokens, &capacity);
-    tokens = (int32_t *)realloc(tokens, (size_t)(n + count) * sizeof(int32_t));
+    int64_t n = prompt_tokens(cfg, tokenizer, count, &tokens);
     real *logits = (real *)malloc((size_t)cfg->vocab * 2 * sizeof(real));
-    if (!tokens || !logits) { FAIL("out of memory"); }
-    memmove(tokens + 1, tokens, (size_t)(n - 1) * sizeof(int32_t));
-    tokens[0] = tokenizer->eot; // a document begins
-    for (int64_t i = 1; i < n; i++) { if (tokens[i] >= cfg->vocab) { FAIL("--prompt: found token %d, expected less than the model's vocabulary of %d", tokens[i], cfg->vocab); } }
+    if (!logits) { FAIL("out of memory"); }
     printf("%s", cfg->prompt);
     for (int64_t i = 0; i < count; i++, n++) {
         int T = n < cfg->seq_len ? (int)n : cfg->seq_len, length = 0;
@@ -2831,8 +2854,13 @@ static int finish(void) {
     return 0;
 }
 
-static volatile sig_atomic_t stop_signal; // SIGINT or SIGTERM: finish the step, save, leave
-static void on_signal(int number) { stop_signal = number; }
+static volatile sig_atomic_t stop_signal; // SIGINT, SIGTERM or SIGHUP: finish the step, save, leave; a second one kills
+static void on_signal(int number) {
+    static const char message[] = "\ntrain_gpt2: finishing this step, then saving; once more to quit at once\n";
+    stop_signal = number;
+    signal(number, SIG_DFL);
+    if (write(STDERR_FILENO, message, sizeof message - 1) < 0) { return; } // nowhere to say it
+}
 
 static double seconds(void) {
     struct timespec now;
@@ -2999,11 +3027,11 @@ static void train_step(GPT *m, Run *run) {
 static void train(GPT *m, Run *run) {
     const Config *cfg = &m->cfg;
     int64_t end = cfg->stop_at > 0 && cfg->stop_at < cfg->steps ? cfg->stop_at : cfg->steps;
-    checkpoint_tidy(cfg->out, cfg->keep);
     if (run->state.step >= end) {
-        printf("nothing to do: the run stands at step %lld of %lld (--steps sets more)\n", (long long)run->state.step, (long long)end);
+        printf("nothing to do: the run stands at step %lld, its end is %lld (set by --%s)\n", (long long)run->state.step, (long long)end, end == cfg->steps ? "steps" : "stop-at");
         return;
     }
+    checkpoint_rewind(cfg->out, run->state.step);
     char *listing = config_listing(cfg, "\n");
     char *path = text_format("%s/config.txt", cfg->out);
     write_text_file(path, listing);
@@ -3020,6 +3048,7 @@ static void train(GPT *m, Run *run) {
     csv_open(&run->timing, cfg->out, "timing.csv", TIMING_HEADER, run->state.step);
     signal(SIGINT, on_signal);
     signal(SIGTERM, on_signal);
+    signal(SIGHUP, on_signal);
     while (run->state.step < end) {
         train_step(m, run);
         int64_t step = run->state.step;
@@ -3068,10 +3097,18 @@ static int same_folder(const char *a, const char *b) {
     return stat(a, &of_a) == 0 && stat(b, &of_b) == 0 && of_a.st_dev == of_b.st_dev && of_a.st_ino == of_b.st_ino;
 }
 
+// Two runs must not write one folder: the lock on it lasts until this process ends, however it ends.
+static void lock_out(const char *out) {
+    int fd = open(out, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) { FAIL("--out %s: cannot open: %s", out, strerror(errno)); }
+    if (flock(fd, LOCK_EX | LOCK_NB) != 0) { FAIL("--out %s: found another run at work in it, expected a folder of its own for each run", out); }
+}
+
 // The folder of a new run must not hold another run's files.
 static void prepare_out(const Config *cfg) {
     int64_t *steps = NULL;
     make_dirs(cfg->out);
+    lock_out(cfg->out);
     if (checkpoint_list(cfg->out, &steps) > 0) { // logs alone are of a run that ended before its first checkpoint
         FAIL("--out %s: found an earlier run in it, expected a new or empty folder; --resume %s goes on with it", cfg->out, cfg->out);
     }
@@ -3081,7 +3118,10 @@ static void prepare_out(const Config *cfg) {
 static void settle_steps(GPT *m) {
     Config *cfg = &m->cfg;
     if (cfg->tokens_per_param == 0) { return; }
-    double steps = ceil(cfg->tokens_per_param * (double)gpt_active_parameters(m) / ((double)cfg->total_batch * cfg->seq_len));
+    int64_t vectors = 0; // not counted, so that all variants of a model train equally long
+    for (int i = 0; i < m->num_params; i++) { if (m->params[i].role >= ROLE_GAMMA_B && m->params[i].expert < 0) { vectors += m->params[i].cols; } }
+    for (int i = 0; i < m->num_params; i++) { if (m->params[i].role >= ROLE_GAMMA_B && m->params[i].expert == 0) { vectors += m->params[i].cols * cfg->top_k; } }
+    double steps = ceil(cfg->tokens_per_param * (double)(gpt_active_parameters(m) - vectors) / ((double)cfg->total_batch * cfg->seq_len));
     const Option *o = &options[find_option("steps")];
     if (steps > o->high) { USAGE("--tokens-per-param: found %g, which makes %g steps, expected at most %g", cfg->tokens_per_param, steps, o->high); }
     cfg->steps = steps < 1 ? 1 : (int64_t)steps;
@@ -3118,13 +3158,18 @@ int main(int argc, char **argv) {
     if (cfg.estimate) { print_estimate(&model); return finish(); }
     if (cfg.sample > 0 || cfg.sample_every > 0) {
         run.has_tokenizer = tokenizer_open(&run.tokenizer, &model.cfg);
+        int32_t *prompt = NULL; // a prompt that can't be encoded should stop the run now, not at its first sample
+        if (run.has_tokenizer) { prompt_tokens(&model.cfg, &run.tokenizer, 0, &prompt); }
+        free(prompt);
         if (!run.has_tokenizer) { FAIL("--tokenizer auto: found no single .tiktoken file beside --data %s, expected --tokenizer FILE for samples", cfg.data); }
     }
     if (cfg.sample == 0 && cfg.resume[0] && run.state.fingerprint != run.data.fingerprint) {
         FAIL("--data %s: found other tokens than the checkpoint %s was trained on, expected the same: the data order would change", cfg.data, checkpoint);
     }
     gpt_allocate(&model, cfg.sample > 0 ? 1 : cfg.batch, cfg.seq_len);
-    if (cfg.sample == 0 && !same_folder(cfg.out, run_folder)) { prepare_out(&cfg); }
+    if (cfg.sample == 0) {
+        if (same_folder(cfg.out, run_folder)) { lock_out(cfg.out); } else { prepare_out(&cfg); }
+    }
     if (cfg.resume[0]) { checkpoint_load(&model, checkpoint, &model_file, cfg.sample == 0); safetensors_close(&model_file); }
     else { gpt_init(&model); }
     reparameterize_forward(&model);
