@@ -998,7 +998,8 @@ static char *chosen_sets(const GPT *m) {
     return sets;
 }
 
-// dL/dtheta[at] from five points: the error of the formula is of order h^4, that of rounding of order 1e-16 / h. routes: of a mixture of experts the sets that must stay, else NULL.
+// dL/dtheta[at] from five points: the error of the formula is of order h^4, that of rounding of order 1e-16 / h.
+// routes: of a mixture of experts the chosen sets, which must stay, else NULL.
 static double finite_difference(GPT *m, int64_t at, const char *routes) {
     const double h = 3e-4, x = m->theta[at];
     double f[4];
