@@ -28,7 +28,8 @@
 
 #define COUNT(array) ((int)(sizeof(array) / sizeof((array)[0])))
 
-// The model of nearly all tests. A command says "@" for these flags; those that it names itself are left out.
+// The model of nearly all tests. A command says "@" for these flags; those that it names itself are left out, and
+// --hidden where it says --experts.
 #define SMALL "--data train_1.bin,train_2.bin,train_3.bin --val-data none --layers 1 --channels 16 --heads 2 --hidden 24 " \
               "--seq-len 16 --vocab 64 --batch 2 --steps 4 --out out"
 
@@ -122,7 +123,8 @@ static int split(const char *command, char **argv, int most) {
                 char spaced[64], equals[64];
                 snprintf(spaced, sizeof spaced, "%.*s ", name, flag);
                 snprintf(equals, sizeof equals, "%.*s=", name, flag);
-                if (!strstr(command, spaced) && !strstr(command, equals)) {
+                int moe = strcmp(spaced, "--hidden ") == 0 && strstr(command, "--experts");
+                if (!strstr(command, spaced) && !strstr(command, equals) && !moe) {
                     argv[argc++] = strndup(flag, (size_t)name);
                     argv[argc++] = strndup(flag + name + 1, (size_t)value);
                 }
@@ -402,6 +404,14 @@ Test(cli, bad_flags) {
         {"vocabulary too large for 16 bits", NULL, "train @ --vocab 65537", "--vocab|\"65537\"|65536", 2, 0},
         {"negative vocabulary", NULL, "train @ --vocab -1", "--vocab|\"-1\"", 2, 0},
         {"no heads", NULL, "train @ --heads 0", "--heads|\"0\"|1 to", 2, 0},
+        {"fewer than no experts", NULL, "train @ --experts -1", "--experts|\"-1\"|0 to 1024", 2, 0},
+        {"a fraction of an expert", NULL, "train @ --experts 2.5", "--experts|\"2.5\"|whole number", 2, 0},
+        {"fewer than no top-k", NULL, "train @ --experts 4 --top-k -1", "--top-k|\"-1\"|0 to", 2, 0},
+        {"a negative expert", NULL, "train @ --experts 4 --expert-hidden -1", "--expert-hidden|\"-1\"", 2, 0},
+        {"a negative shared expert", NULL, "train @ --experts 4 --shared-hidden -2", "--shared-hidden|\"-2\"|-1 to", 2, 0},
+        {"a negative balance loss", NULL, "train @ --experts 4 --balance-loss -0.1", "--balance-loss|\"-0.1\"|0 to", 2, 0},
+        {"a z-loss that is no number", NULL, "train @ --experts 4 --router-z-loss nan", "--router-z-loss|\"nan\"|a number", 2, 0},
+        {"a name near an option's", NULL, "train @ --expert 4", "--expert,|--experts", 2, 0},
         {"no batch", NULL, "train @ --batch 0", "--batch|\"0\"|1 to", 2, 0},
         {"no sequence", NULL, "train @ --seq-len 0", "--seq-len|\"0\"|1 to", 2, 0},
         {"no steps", NULL, "train @ --steps 0", "--steps|\"0\"|1 to", 2, 0},
@@ -475,6 +485,16 @@ Test(cli, bad_combinations) {
         {"a decay that the schedule lacks", NULL, "train @ --decay-frac 0.3", "--decay-frac|--schedule wsd", 2, 0},
         {"a decay that linear lacks", NULL, "train @ --schedule linear --decay-frac 0.3", "--decay-frac|--schedule wsd", 2, 0},
         {"warm-up and decay overlap", NULL, "train @ --schedule wsd --warmup 0.6 --decay-frac 0.5", "--warmup 0.6|--decay-frac 0.5|at most 1", 2, 0},
+        {"more chosen than there are", NULL, "train @ --experts 4 --top-k 5", "--top-k|found 5|at most|--experts 4", 2, 0},
+        {"top-k without experts", NULL, "train @ --top-k 2", "--top-k|--experts|--sample-top-k", 2, 0},
+        {"expert-hidden without experts", NULL, "train @ --expert-hidden 8", "--expert-hidden|--experts", 2, 0},
+        {"shared-hidden without experts", NULL, "train @ --shared-hidden 8", "--shared-hidden|--experts", 2, 0},
+        {"shared-hidden with no experts", NULL, "train @ --experts 0 --shared-hidden 8 --hidden 8", "--shared-hidden|--experts", 2, 0},
+        {"hidden with experts", NULL, "train @ --experts 4 --hidden 24", "--hidden|--experts|--expert-hidden|--shared-hidden", 2, 0},
+        {"hidden with a mixture preset", NULL, "train --model moe-0.25b --hidden 24 --data train_1.bin --val-data none --out out", "--hidden|--expert-hidden", 2, 0},
+        {"more chosen than a preset has", NULL, "train --model moe-0.25b --top-k 33 --data train_1.bin --val-data none --out out", "--top-k|33|32", 2, 0},
+        {"mixture without scales, AP", NULL, "train @ --experts 4 --norm-scale off --placement gate=ap", "--norm-scale off|--placement gate=|contradict", 2, 0},
+        {"a mixture too large for any memory", NULL, "train @ --experts 1024 --layers 1024 --channels 65536 --heads 256 --expert-hidden 1048576", "GiB|machine|--estimate", 1, 0},
         {"heads do not divide channels", NULL, "train @ --channels 16 --heads 3", "--channels 16|--heads 3|multiple", 2, 0},
         {"kv-heads do not divide heads", NULL, "train @ --heads 4 --kv-heads 3", "--heads 4|--kv-heads 3|multiple", 2, 0},
         {"more kv-heads than heads", NULL, "train @ --heads 2 --kv-heads 4", "--heads 2|--kv-heads 4|multiple", 2, 0},
@@ -752,6 +772,11 @@ Test(cli, estimate_counts_without_allocating) {
         {"--model 0.12b --variant unified", " 119846846 |"},
         {"--model 1b", " 1028065024 |scale vectors: 80640 "},
         {"--variant unified --model=0.12b --vocab=50304", " 119846846 |"},
+        {"--model moe-0.25b", " 251044480 | 113633920 |4 of 32 experts"},
+        {"--model moe-0.5b", " 480942336 | 183671040 "},
+        {"--model moe-0.8b", " 797327040 | 281231040 "},
+        {"--model moe-1b", " 1058931712 | 354976768 "},
+        {"--model moe-2b", " 1996574720 | 620856320 "},
     };
     Limits limits = {.memory = 300 << 20};
     if (run_limited(&limits, "train --help")->status != 0) { // AddressSanitizer maps terabytes
@@ -795,6 +820,8 @@ Test(cli, every_variant_optimizer_and_schedule_trains) {
         "--placement q=dnp,o=dp,down=ap,head=dnp", "--placement none", "--qk-norm on --post-norm on", "--qk-norm on --variant unified",
         "--tie-embeddings on --variant hg+dp", "--heads 4 --kv-heads 2", "--wd-scale none", "--wd-scale output --variant dnp", "--total-batch 6",
         "--seq-len 1 --batch 1", "--vocab 0 --hidden 0", "--grad-clip 0", "--warmup 0", "--warmup 1",
+        "--experts 4", "--experts 4 --top-k 1 --variant unified --optimizer muon", "--experts 3 --top-k 2 --shared-hidden 0 --variant hg+dp+or --post-norm on",
+        "--experts 1 --top-k 1 --shared-hidden 0 --optimizer sgd", "--experts 64 --top-k 8 --expert-hidden 1 --variant dnp+er --router-z-loss 0.01",
     };
     static const char *const optimizers[] = {"adamw", "muon", "sgd", "sgd --sgd-momentum 0.9"};
     static const char *const schedules[] = {"cosine", "wsd", "linear", "constant"};
@@ -834,6 +861,9 @@ Test(cli, halves_make_the_whole) {
         {"WSD", "--schedule wsd --decay-frac 0.7"},
         {"tied embeddings, grouped heads", "--tie-embeddings on --heads 4 --kv-heads 2"},
         {"validation", "--val-data val.bin --val-every 7"},
+        {"mixture of experts with AdamW", "--experts 4 --top-k 2 --val-data val.bin --val-every 7"},
+        {"mixture of experts with Muon, unified", "--experts 4 --top-k 2 --variant unified --optimizer muon --layers 2 --router-z-loss 0.01"},
+        {"mixture of experts, no shared one, accumulation", "--experts 5 --top-k 1 --shared-hidden 0 --balance-loss 0.3 --total-batch 6 --post-norm on"},
     };
     for (int i = 0; i < COUNT(cases); i++) {
         shell("rm -rf whole halves");
@@ -848,10 +878,28 @@ Test(cli, any_number_of_threads_gives_the_same_bits) {
 #ifndef _OPENMP // as the program, which is built with the same flags
     cr_skip_test("SKIPPED: built without OpenMP, so there is one thread only");
 #endif
-    GOOD("train @ --steps 40 --save-every 20 --out whole --variant unified --threads 1");
-    GOOD("train @ --steps 40 --save-every 20 --stop-at 20 --out halves --variant unified --threads 3");
-    GOOD("train --resume halves --threads 2");
-    expect_same_runs("whole", "halves", "threads");
+    static const char *const models[] = {"--variant unified", "--variant unified --experts 4 --top-k 2 --channels 32"};
+    for (int i = 0; i < COUNT(models); i++) {
+        shell("rm -rf whole halves");
+        GOOD("train @ --steps 40 --save-every 20 --out whole %s --threads 1", models[i]);
+        GOOD("train @ --steps 40 --save-every 20 --stop-at 20 --out halves %s --threads 3", models[i]);
+        GOOD("train --resume halves --threads 2");
+        expect_same_runs("whole", "halves", models[i]);
+    }
+}
+
+// The shape of a mixture belongs to the weights; the weights of its losses may change.
+Test(cli, a_mixture_keeps_its_shape) {
+    GOOD("train @ --experts 4 --top-k 2 --stop-at 2 --out run");
+    static const char *const shape[] = {"--experts 5", "--top-k 3", "--expert-hidden 9", "--shared-hidden 0", "--experts 0"};
+    for (int i = 0; i < COUNT(shape); i++) {
+        const Result *r = run("train --resume run %s", shape[i]);
+        cr_expect(r->status == 2 && holds_all(r->err, "--|checkpoint"), "%s: status %d, %s", shape[i], r->status, r->err);
+    }
+    GOOD("train --resume run --balance-loss 0.5 --router-z-loss 0.1");
+    char *config = slurp("run/config.txt", NULL);
+    cr_expect(config && holds_all(config, "--experts 4\n|--top-k 2\n|--balance-loss 0.5\n|--router-z-loss 0.1\n"), "%s", config);
+    free(config);
 }
 
 Test(cli, length_by_tokens_is_kept) {
@@ -1110,6 +1158,33 @@ Test(cli, logs_have_a_row_for_each_step) {
     char *config = slurp("run/config.txt", NULL);
     cr_expect(config && strstr(config, "--layers 1\n") && strstr(config, "--lr 0.004\n"), "config.txt: %s", config);
     free(config);
+}
+
+// A mixture's columns: the losses of its routers, the largest load, and the tokens of each expert, of which no more and
+// no fewer than K a token and layer.
+Test(cli, logs_of_a_mixture) {
+    GOOD("train @ --layers 2 --experts 4 --top-k 3 --total-batch 6 --steps 6 --stop-at 4 --val-data val.bin --val-every 2 --out run");
+    GOOD("train --resume run");
+    check_csv("run/metrics.csv", "step,tokens,lr,train_loss,val_loss,grad_norm,balance_loss,router_z_loss,max_load,expert_0,expert_1,expert_2,expert_3\n", 12, 6);
+    char *text = slurp("run/metrics.csv", NULL), *save = NULL;
+    strtok_r(text, "\n", &save);
+    for (char *line; (line = strtok_r(NULL, "\n", &save));) {
+        double balance, z, load;
+        int e[4];
+        const char *at = line;
+        for (int commas = 0; commas < 6; at++) { commas += *at == ','; }
+        cr_assert(sscanf(at, "%lf,%lf,%lf,%d,%d,%d,%d", &balance, &z, &load, &e[0], &e[1], &e[2], &e[3]) == 7, "%s", line);
+        cr_expect(e[0] + e[1] + e[2] + e[3] == 6 * 16 * 3 * 2, "tokens of the experts: %s", line); // sequences, length, K, layers
+        double most = 0;
+        for (int i = 0; i < 4; i++) { most = e[i] > most ? e[i] : most; }
+        cr_expect(load >= most / (6 * 16 * 3 * 2 / 4.0) - 1e-3 && load >= 1 && load <= 4 / 3.0 + 1e-3, "the largest load: %s", line);
+        cr_expect(balance > 1 && balance < 4 && z > 2 * 1.5 && z < 2 * 3, "losses of two layers: %s", line); // near 2 and 2 ln(4)^2 = 3.8
+    }
+    free(text);
+    const char *out = GOOD("train @ --experts 4 --top-k 3 --estimate");
+    cr_expect(holds_all(out, "router|active|3 of 4 experts"), "%s", out);
+    GOOD("train @ --out dense");
+    check_logs("dense", 4); // without experts the log has none of it
 }
 
 Test(cli, quiet_where_no_one_watches) {
