@@ -1,6 +1,7 @@
 # make            train_gpt2 and the data programs
 # make demo       the paper's idea in a few minutes: baseline against unified on a synthetic language
 # make test       all tests          make test-sanitize   the same under AddressSanitizer and UBSan, and valgrind
+# make check-export  exported models against Transformers, where it is installed (PYTHON=python3)
 # make bench      speed against OpenBLAS and PyTorch, parts of a step, memory (BENCH_FLAGS=--quick: about a minute)
 # make theory     the theorems of the paper, by numbers from this code
 # make data       the synthetic corpus that train_gpt2 reads by default
@@ -31,7 +32,7 @@ override CFLAGS += $(OPENMP)
 HEADERS = data/tokenizer.h
 SANITIZE = -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g
 
-.PHONY: all demo theory data test bench test-sanitize sanitized-tests clean
+.PHONY: all demo theory data test bench check-export test-sanitize sanitized-tests clean
 .DELETE_ON_ERROR:
 all: train_gpt2 data/tokenize data/synth
 
@@ -51,7 +52,7 @@ demo: train_gpt2 data/synth
 # Tests: one Criterion program a file. test_gpt2 runs in double, where finite differences have their digits, and
 # again in float; the rest drive the programs from outside.
 TESTS = $(BUILD)/test_gpt2_double $(BUILD)/test_gpt2_float $(BUILD)/test_cli $(BUILD)/test_tokenizer $(BUILD)/test_synth \
-        $(BUILD)/test_theory
+        $(BUILD)/test_theory $(BUILD)/test_hf
 $(BUILD):
 	mkdir -p $@
 $(BUILD)/test_gpt2_double: test_gpt2.c train_gpt2.c $(HEADERS) Makefile | $(BUILD)
@@ -82,6 +83,12 @@ test-sanitize: all
 	BUILD=$(BUILD) dev/test/valgrind.sh
 sanitized-tests: $(BUILD)/train_gpt2 $(TESTS)
 $(BUILD)/train_gpt2: train_gpt2.c $(HEADERS) Makefile | $(BUILD)
+	$(CC) $(CFLAGS) $< -o $@ $(LDFLAGS) $(LDLIBS)
+
+# Needs Python with Transformers and PyTorch; says so and does nothing without them. Not part of make test.
+check-export: all $(BUILD)/hf_logits
+	dev/hf/check_export.sh
+$(BUILD)/hf_logits: dev/hf/logits.c train_gpt2.c $(HEADERS) Makefile | $(BUILD)
 	$(CC) $(CFLAGS) $< -o $@ $(LDFLAGS) $(LDLIBS)
 
 # bench_profile calls a hook at the entry and exit of functions, but not of the hot small ones (gcc by name; clang of

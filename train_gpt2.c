@@ -118,7 +118,7 @@ typedef struct Config {
     int64_t steps, seed;
     double lr, warmup, decay_frac, final_lr_frac, weight_decay, beta1, beta2, eps;
     double muon_momentum, sgd_momentum, grad_clip, tokens_per_param;
-    const char *data, *val_data, *tokenizer, *out, *resume, *prompt;
+    const char *data, *val_data, *tokenizer, *out, *resume, *prompt, *export_dir, *import_dir;
     int64_t save_every, keep, val_every, val_batches, sample_every, sample, stop_at;
     double temperature;
     int sample_top_k, threads, estimate, help;
@@ -126,7 +126,7 @@ typedef struct Config {
 } Config;
 enum Source { FROM_DEFAULT, FROM_CHECKPOINT, FROM_MODEL, FROM_VARIANT, FROM_FLAG };
 
-typedef enum { TYPE_INT, TYPE_LONG, TYPE_REAL, TYPE_CHOICE, TYPE_TEXT, TYPE_PLACEMENT, TYPE_SWITCH } OptionType;
+typedef enum { TYPE_INT, TYPE_LONG, TYPE_REAL, TYPE_CHOICE, TYPE_TEXT, TYPE_PLACEMENT, TYPE_SWITCH, TYPE_FORMAT_DIR } OptionType;
 // What resuming does with an option: a checkpoint's FIXED options can't be changed, its KEPT ones hold
 // unless a flag says otherwise, LOCAL ones belong to the run at hand and aren't stored.
 typedef enum { FIXED, KEPT, LOCAL } OptionScope;
@@ -198,10 +198,12 @@ static const Option options[] = {
     {NULL, "val-every", TYPE_LONG, KEPT, AT(val_every), "50", 0, 1e12, NULL, "steps between validations; 0: only at the end"},
     {NULL, "val-batches", TYPE_LONG, KEPT, AT(val_batches), "20", 1, 1e9, NULL, "micro-batches in a validation, or as many as there are"},
     {NULL, "sample-every", TYPE_LONG, LOCAL, AT(sample_every), "0", 0, 1e12, NULL, "steps between printed samples; 0: none"},
-    {NULL, "sample", TYPE_LONG, LOCAL, AT(sample), "0", 0, 1e6, NULL, "don't train: print this many tokens from --resume"},
+    {NULL, "sample", TYPE_LONG, LOCAL, AT(sample), "0", 0, 1e6, NULL, "don't train: print this many tokens from --resume or --import"},
     {NULL, "prompt", TYPE_TEXT, LOCAL, AT(prompt), "", 0, 0, NULL, "text that samples go on from"},
     {NULL, "temperature", TYPE_REAL, LOCAL, AT(temperature), "0.8", 0, 100, NULL, "of samples; 0: always the likeliest token"},
     {NULL, "sample-top-k", TYPE_INT, LOCAL, AT(sample_top_k), "0", 0, 65536, NULL, "sample among the k likeliest tokens; 0: all"},
+    {NULL, "export", TYPE_FORMAT_DIR, LOCAL, AT(export_dir), "", 0, 0, NULL, "don't train: write the model of --resume or --import as a Hugging Face checkpoint to a new folder"},
+    {NULL, "import", TYPE_FORMAT_DIR, LOCAL, AT(import_dir), "", 0, 0, NULL, "begin with the weights of a Hugging Face Llama checkpoint: a baseline to train, or to --sample from"},
     {NULL, "stop-at", TYPE_LONG, LOCAL, AT(stop_at), "0", 0, 1e12, NULL, "save and stop at this step of the schedule; 0: at its end"},
     {NULL, "threads", TYPE_INT, LOCAL, AT(threads), "0", 0, 4096, NULL, "OpenMP threads; 0: all cores"},
     {NULL, "estimate", TYPE_SWITCH, LOCAL, AT(estimate), "off", 0, 0, "off|on", "print parameters, memory and FLOPs, and stop before anything is allocated"},
@@ -348,6 +350,7 @@ static void option_set(Config *cfg, int index, const char *text, enum Source sou
         break;
     }
     case TYPE_PLACEMENT: placement_parse((int *)field, text, source, where); break;
+    case TYPE_FORMAT_DIR:
     case TYPE_TEXT: {
         *(const char **)field = config_text(text);
         break;
@@ -363,6 +366,7 @@ static const char *option_text(const Config *cfg, int index, char *out, size_t s
     case TYPE_INT: snprintf(out, size, "%d", *(const int *)field); break;
     case TYPE_LONG: snprintf(out, size, "%lld", (long long)*(const int64_t *)field); break;
     case TYPE_TEXT: snprintf(out, size, "%s", *(const char *const *)field); break;
+    case TYPE_FORMAT_DIR: snprintf(out, size, "%s%s", **(const char *const *)field ? "hf " : "", *(const char *const *)field); break;
     case TYPE_REAL: {
         double value = *(const double *)field;
         if (value == AUTO && strcmp(o->initial, "auto") == 0) { snprintf(out, size, "auto"); break; }
@@ -469,6 +473,11 @@ static void config_parse_flags(Config *cfg, int argc, const char *const *argv) {
             if (i + 1 >= argc || strncmp(argv[i + 1], "--", 2) == 0) { USAGE("--%s: found no value, expected one (--%s=VALUE where it begins with --): %s", name, name, o->help); }
             value = argv[++i];
         }
+        if (o->type == TYPE_FORMAT_DIR) { // two words: the format, then the folder
+            if (strcmp(value, "hf") != 0) { USAGE("--%s: found \"%s\", expected a format and a folder: hf DIR", name, value); }
+            if (i + 1 >= argc || !argv[i + 1][0] || strncmp(argv[i + 1], "--", 2) == 0) { USAGE("--%s hf: found no folder, expected one: --%s hf DIR", name, name); }
+            value = argv[++i];
+        }
         char where[80];
         snprintf(where, sizeof where, "--%s", name);
         option_set(cfg, index, value, FROM_FLAG, where);
@@ -512,7 +521,9 @@ static void config_resolve(Config *cfg) {
             }
         }
     }
-    if (cfg->sample > 0 && !cfg->resume[0]) { USAGE("--sample: found without --resume, expected --resume RUN, the model to sample from"); }
+    if (cfg->sample > 0 && !cfg->resume[0] && !cfg->import_dir[0]) { USAGE("--sample: found without --resume, expected --resume RUN or --import hf DIR, the model to sample from"); }
+    if (cfg->export_dir[0] && !cfg->resume[0] && !cfg->import_dir[0]) { USAGE("--export: found without --resume, expected --resume RUN or --import hf DIR, the model to export"); }
+    if (cfg->export_dir[0] && cfg->sample > 0) { USAGE("--export and --sample: found both, expected one: neither trains"); }
     if (given(cfg, "threads") && cfg->threads > 1) {
 #ifndef _OPENMP
         USAGE("--threads: found %d, expected 1: this program was built without OpenMP", cfg->threads);
@@ -526,7 +537,7 @@ static void print_help(void) {
         const Option *o = &options[i];
         if (o->group) { printf("\n%s\n", o->group); }
         char left[96];
-        snprintf(left, sizeof left, "--%s %s", o->name, o->type == TYPE_SWITCH ? "" : o->type == TYPE_CHOICE || o->type == TYPE_PLACEMENT ? o->choices : o->type == TYPE_TEXT ? "TEXT" : "N");
+        snprintf(left, sizeof left, "--%s %s", o->name, o->type == TYPE_SWITCH ? "" : o->type == TYPE_CHOICE || o->type == TYPE_PLACEMENT ? o->choices : o->type == TYPE_TEXT ? "TEXT" : o->type == TYPE_FORMAT_DIR ? "hf DIR" : "N");
         printf("  %-38s %s%s%s%s\n", left, o->help, o->type == TYPE_SWITCH || !o->initial[0] ? "" : " [", o->type == TYPE_SWITCH ? "" : o->initial, o->type == TYPE_SWITCH || !o->initial[0] ? "" : "]");
     }
     printf("\nPresets of --model (flags of the command line win)\n");
@@ -2765,6 +2776,417 @@ static void csv_close(CsvFile *csv) {
 }
 
 // ----------------------------------------------------------------------------------------------------
+// Export and import: theta~ as a Hugging Face Llama checkpoint, and such a checkpoint as a baseline model.
+//      config.json            sizes under Hugging Face's names
+//      model.safetensors      tensors; those of others may be shards that model.safetensors.index.json lists
+//      modeling_scale_gpt.py  only where a Llama has no place for an Output-Norm or for experts
+// A Llama has one scale vector for each Pre-Norm. A baseline is written as it was trained, so that what is imported
+// comes out again bit by bit; of all other variants W~ is written, and those vectors are 1.
+// Rows of q and k keep their order: RoPE turns x[i] and x[i + HS/2] here and there.
+
+static const struct { const char *key, *option, *why; } hf_sizes[] = {
+    {"num_hidden_layers", "layers", ""}, {"hidden_size", "channels", ""}, {"num_attention_heads", "heads", ""}, {"num_key_value_heads", "kv-heads", ""},
+    {"intermediate_size", "hidden", ""}, {"vocab_size", "vocab", ": tokens have 16 bits"}, {"max_position_embeddings", "seq-len", ""},
+};
+
+// What a Llama's config.json may say beside sizes. `missing`: what it means to leave the key out.
+static const struct { const char *key, *accepted, *missing, *why; } hf_settings[] = {
+    {"model_type", "\"llama\"", "null", "the model is a Llama"},
+    {"hidden_act", "\"silu\"", "\"silu\"", "the FFN is SwiGLU"},
+    {"attention_bias", "false", "false", "linear maps have no bias"},
+    {"mlp_bias", "false", "false", "linear maps have no bias"},
+    {"rms_norm_eps", "1e-05", "1e-06", "it is fixed in this program"},
+    {"rope_theta", "10000", "10000", "it is fixed in this program"},
+    {"partial_rotary_factor", "1", "1", "RoPE turns whole heads"},
+    {"rope_scaling", "null", "null", "RoPE is not scaled"},
+    {"quantization_config", "null", "null", "weights are not quantized"},
+};
+
+// The first flag that makes a model other than a Llama with a scale vector for each Pre-Norm, or NULL.
+static const char *beyond_baseline(const Config *cfg) {
+    for (int s = 0; s < NUM_SITES; s++) {
+        if (cfg->placement[s] != (s == SITE_O || s == SITE_DOWN ? (int)PLACE_NONE : (int)PLACE_INPUT)) { return "--placement other than input"; }
+    }
+    return !cfg->norm_scale ? "--norm-scale off" : cfg->hg ? "--hg on" : cfg->reparam ? "--reparam or|er" : cfg->qk_norm ? "--qk-norm on"
+         : cfg->post_norm ? "--post-norm on" : cfg->experts ? "--experts" : NULL;
+}
+
+static int needs_own_code(const GPT *m) { return m->cfg.experts > 0 || any_norm(m->maps, m->num_maps); }
+// Is lm_head still the embedding matrix, once its scale vector is where the export has it?
+static int export_is_tied(const GPT *m) {
+    return m->cfg.tie_embeddings && !needs_own_code(m) && (!beyond_baseline(&m->cfg) || gpt_head(m)->w_eff == m->theta + m->params[0].offset);
+}
+
+__attribute__((format(printf, 6, 7)))
+static void hf_tensor(Tensor *list, int *count, int64_t rows, int64_t cols, real *data, const char *name, ...) { // rows 0: a vector
+    Tensor *t = &list[(*count)++];
+    va_list args;
+    va_start(args, name);
+    vsnprintf(t->name, sizeof t->name, name, args);
+    va_end(args);
+    t->vector = rows == 0;
+    t->rows = rows ? rows : 1;
+    t->cols = cols;
+    t->data = data;
+}
+
+static void hf_map_name(const GPT *m, const LinearMap *map, char *out, size_t size) { // without its ".weight"
+    static const char *const names[] = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head", "router"};
+    if (map->layer < 0) { snprintf(out, size, "%s", names[map->site]); return; }
+    char expert[32] = "";
+    if (map->expert >= 0) { snprintf(expert, sizeof expert, "experts.%d.", map->expert); }
+    else if (m->cfg.experts && map->site >= SITE_GATE && map->site <= SITE_DOWN) { snprintf(expert, sizeof expert, "shared."); }
+    snprintf(out, size, "model.layers.%d.%s%s%s", map->layer, map->site <= SITE_O ? "self_attn." : "mlp.", expert, names[map->site]);
+}
+
+// The tensors of a Hugging Face checkpoint of this model, and where their values are. The caller frees the list; `ones`
+// holds as many as the widest vector has.
+static Tensor *hf_tensors(const GPT *m, real *ones, int *count) {
+    int baseline = !beyond_baseline(&m->cfg), own_code = needs_own_code(m), C = m->cfg.channels, n = 0;
+    Tensor *list = (Tensor *)calloc((size_t)m->num_maps * 3 + (size_t)m->cfg.layers + 1, sizeof(Tensor));
+    if (!list) { FAIL("out of memory"); }
+    hf_tensor(list, &n, m->cfg.vocab, C, m->theta + m->params[0].offset, "model.embed_tokens.weight");
+    for (int i = 0; i < m->num_maps; i++) {
+        const LinearMap *map = &m->maps[i];
+        char name[72];
+        hf_map_name(m, map, name, sizeof name);
+        real *gamma = baseline && map->gamma_b >= 0 ? m->theta + m->params[map->gamma_b].offset : ones;
+        if (own_code) { } // its Pre-Norms have no vectors
+        else if (map->site == SITE_Q) { hf_tensor(list, &n, 0, C, gamma, "model.layers.%d.input_layernorm.weight", map->layer); }
+        else if (map->site == SITE_GATE) { hf_tensor(list, &n, 0, C, gamma, "model.layers.%d.post_attention_layernorm.weight", map->layer); }
+        else if (map->site == SITE_HEAD) { hf_tensor(list, &n, 0, C, gamma, "model.norm.weight"); }
+        if (map->site == SITE_HEAD && export_is_tied(m)) { continue; }
+        hf_tensor(list, &n, map->rows, map->cols, baseline ? m->theta + m->params[map->weight].offset : map->w_eff, "%s.weight", name);
+        if (map->norm) { hf_tensor(list, &n, 0, map->rows, map->norm_eff ? map->norm_eff : ones, "%s.norm_weight", name); }
+    }
+    for (int l = 0; l < m->cfg.layers && m->cfg.experts && m->cfg.post_norm; l++) {
+        hf_tensor(list, &n, 0, C, m->ffn_norm[l] < 0 ? ones : gpt_gamma(m, m->ffn_norm[l]), "model.layers.%d.mlp.norm_weight", l);
+    }
+    *count = n;
+    return list;
+}
+
+static void hf_write_config(const GPT *m, const char *path) {
+    const Config *cfg = &m->cfg;
+    int own_code = needs_own_code(m);
+    const char *name = own_code ? "ScaleGPTForCausalLM" : "LlamaForCausalLM";
+    cJSON *json = cJSON_CreateObject();
+    cJSON_AddItemToObject(json, "architectures", cJSON_CreateStringArray(&name, 1));
+    cJSON_AddStringToObject(json, "model_type", own_code ? "scale_gpt" : "llama");
+    if (own_code) {
+        cJSON *map = cJSON_AddObjectToObject(json, "auto_map");
+        cJSON_AddStringToObject(map, "AutoConfig", "modeling_scale_gpt.ScaleGPTConfig");
+        cJSON_AddStringToObject(map, "AutoModelForCausalLM", "modeling_scale_gpt.ScaleGPTForCausalLM");
+    }
+    for (int i = 0; i < COUNT(hf_sizes); i++) {
+        cJSON_AddNumberToObject(json, hf_sizes[i].key, *(const int *)option_field(&options[find_option(hf_sizes[i].option)], cfg));
+    }
+    cJSON_AddNumberToObject(json, "head_dim", m->head_size);
+    for (int i = 1; i < COUNT(hf_settings) && !own_code; i++) { // from hidden_act on
+        if (strcmp(hf_settings[i].accepted, "null") != 0) { cJSON_AddItemToObject(json, hf_settings[i].key, cJSON_Parse(hf_settings[i].accepted)); }
+    }
+    if (own_code) {
+        cJSON_AddNumberToObject(json, "rms_norm_eps", NORM_EPS);
+        cJSON_AddNumberToObject(json, "rope_theta", ROPE_THETA);
+        cJSON *sites = cJSON_AddArrayToObject(json, "normed_sites");
+        for (int s = 0; s < NUM_SITES; s++) {
+            int normed = 0;
+            for (int i = 0; i < m->num_maps; i++) { normed |= m->maps[i].site == s && m->maps[i].norm; }
+            if (normed) { cJSON_AddItemToArray(sites, cJSON_CreateString(site_names[s])); }
+        }
+        cJSON_AddNumberToObject(json, "num_experts", cfg->experts);
+        cJSON_AddNumberToObject(json, "num_experts_per_tok", cfg->top_k);
+        cJSON_AddNumberToObject(json, "expert_size", cfg->expert_hidden);
+        cJSON_AddNumberToObject(json, "shared_size", cfg->experts ? cfg->shared_hidden : 0);
+        cJSON_AddBoolToObject(json, "moe_norm", cfg->experts && cfg->post_norm);
+    }
+    cJSON_AddBoolToObject(json, "tie_word_embeddings", export_is_tied(m));
+    cJSON_AddNullToObject(json, "bos_token_id"); // a run needn't have a tokenizer
+    cJSON_AddNullToObject(json, "eos_token_id");
+    cJSON_AddStringToObject(json, "torch_dtype", sizeof(real) == 8 ? "float64" : "float32");
+    char *text = cJSON_Print(json);
+    if (!text) { FAIL("%s: out of memory", path); }
+    write_text_file(path, text);
+    free(text);
+    cJSON_Delete(json);
+}
+
+// A whole text file; the caller frees it.
+static char *read_text_file(const char *path) {
+    FILE *file = fopen(path, "rb");
+    struct stat info;
+    if (!file || fstat(fileno(file), &info) != 0) { FAIL("%s: cannot open: %s", path, strerror(errno)); }
+    if (!S_ISREG(info.st_mode)) { FAIL("%s: found no regular file, expected one", path); }
+    char *text = (char *)calloc((size_t)info.st_size + 1, 1);
+    if (!text) { FAIL("%s: out of memory for its %lld bytes", path, (long long)info.st_size); }
+    if (fread(text, 1, (size_t)info.st_size, file) != (size_t)info.st_size) { FAIL("%s: cannot read: %s", path, strerror(errno)); }
+    fclose(file);
+    return text;
+}
+
+// The text of dev/hf/modeling_scale_gpt.py, beside the program or some folders above it (build/sanitize).
+static char *own_code_text(void) {
+    char path[4400] = "", program[4096] = "./train_gpt2";
+    if (readlink("/proc/self/exe", program, sizeof program - 1) < 0) { strcpy(program, "./train_gpt2"); } // not Linux: from here
+    for (char *slash; (slash = strrchr(program, '/'));) {
+        *slash = '\0';
+        snprintf(path, sizeof path, "%s/dev/hf/modeling_scale_gpt.py", program);
+        if (access(path, R_OK) == 0) { return read_text_file(path); }
+    }
+    FAIL("--export hf: found no dev/hf/modeling_scale_gpt.py in the program's folder or above, expected it: Transformers needs that code for this model's norms or experts");
+}
+
+// Writes DIR whole or not at all: under a temporary name, flushed, then renamed. Needs an up-to-date reparameterize_forward.
+static void hf_export(const GPT *m, const char *where) {
+    char *dir = text_format("%s", where), file[4400];
+    for (size_t n = strlen(dir); n > 1 && dir[n - 1] == '/'; n--) { dir[n - 1] = '\0'; }
+    if (strlen(dir) > sizeof fail_cleanup_dir - 20) { FAIL("--export hf %s: found a name of %zu bytes, expected less than %zu", dir, strlen(dir), sizeof fail_cleanup_dir - 20); }
+    DIR *old = opendir(dir);
+    if (!old && errno != ENOENT) { FAIL("--export hf %s: cannot open: %s", dir, strerror(errno)); }
+    for (struct dirent *e; old && (e = readdir(old));) {
+        if (strcmp(e->d_name, ".") != 0 && strcmp(e->d_name, "..") != 0) { FAIL("--export hf %s: found a folder with files in it (%s), expected a new or empty one", dir, e->d_name); }
+    }
+    if (old) { closedir(old); }
+    char *code = needs_own_code(m) ? own_code_text() : NULL;
+    snprintf(fail_cleanup_dir, sizeof fail_cleanup_dir, "%s.export.tmp", dir);
+    remove_dir(fail_cleanup_dir); // what a kill has left
+    if (mkdir(fail_cleanup_dir, 0777) != 0) { FAIL("--export hf %s: cannot create %s: %s", dir, fail_cleanup_dir, strerror(errno)); }
+    snprintf(file, sizeof file, "%s/config.json", fail_cleanup_dir);
+    hf_write_config(m, file);
+    snprintf(file, sizeof file, "%s/modeling_scale_gpt.py", fail_cleanup_dir);
+    if (code) { write_text_file(file, code); }
+    int64_t widest = m->cfg.channels;
+    for (int i = 0; i < m->num_maps; i++) { if (m->maps[i].rows > widest) { widest = m->maps[i].rows; } }
+    real *ones = (real *)malloc((size_t)widest * sizeof(real));
+    if (!ones) { FAIL("out of memory"); }
+    for (int64_t i = 0; i < widest; i++) { ones[i] = 1; }
+    int count;
+    Tensor *tensors = hf_tensors(m, ones, &count);
+    cJSON *meta = cJSON_CreateObject();
+    cJSON_AddStringToObject(meta, "format", "pt"); // Transformers asks for it
+    OutFile o;
+    snprintf(file, sizeof file, "%s/model.safetensors", fail_cleanup_dir);
+    safetensors_write(&o, file, tensors, count, meta);
+    sync_dir(fail_cleanup_dir);
+    if (rename(fail_cleanup_dir, dir) != 0) { FAIL("--export hf %s: cannot rename %s to it: %s", dir, fail_cleanup_dir, strerror(errno)); }
+    fail_cleanup_dir[0] = '\0';
+    char *slash = strrchr(dir, '/');
+    snprintf(file, sizeof file, "%.*s", slash ? (int)(slash - dir) + 1 : 1, slash ? dir : ".");
+    sync_dir(file);
+    printf("exported to %s: %d tensors of a %s\n", dir, count, code ? "ScaleGPTForCausalLM (trust_remote_code=True)" : "LlamaForCausalLM");
+    free(ones);
+    free(tensors);
+    free(code);
+    free(dir);
+}
+
+static cJSON *read_json(const char *path) {
+    char *text = read_text_file(path);
+    cJSON *json = cJSON_Parse(text);
+    if (!cJSON_IsObject(json)) { FAIL("%s: found no JSON object, expected one", path); }
+    free(text);
+    return json;
+}
+
+// One setting of config.json or of an object in it; one that is null counts as left out.
+static void hf_check_setting(const char *path, const char *within, const cJSON *json, int setting) {
+    const char *key = hf_settings[setting].key, *accepted = hf_settings[setting].accepted;
+    cJSON *item = cJSON_GetObjectItemCaseSensitive(json, key), *expected = cJSON_Parse(accepted);
+    cJSON *missing = cJSON_Parse(hf_settings[setting].missing), *found = item && !cJSON_IsNull(item) ? item : missing;
+    if (!cJSON_Compare(found, expected, 1)) {
+        char *text = cJSON_PrintUnformatted(found);
+        FAIL("%s: found %s%s %s%s, expected %s: %s", path, within, key, text ? text : "?", found == missing ? " (it is left out)" : "", accepted, hf_settings[setting].why);
+    }
+    cJSON_Delete(expected);
+    cJSON_Delete(missing);
+}
+
+// Transformers 5 has RoPE's settings in an object of their own; an older rope_scaling may say that there is none.
+static void hf_check_rope(const char *path, const char *within, const cJSON *rope) {
+    if (!cJSON_IsObject(rope)) { return; }
+    for (const cJSON *item = rope->child; item; item = item->next) {
+        int known = 0;
+        for (int i = 0; i < COUNT(hf_settings); i++) {
+            if (strncmp(hf_settings[i].key, "rope_theta", 10) != 0 && strncmp(hf_settings[i].key, "partial_", 8) != 0) { continue; }
+            if (strcmp(item->string, hf_settings[i].key) == 0) { hf_check_setting(path, within, rope, i); known = 1; }
+        }
+        known |= (strcmp(item->string, "rope_type") == 0 || strcmp(item->string, "type") == 0) && cJSON_IsString(item) && strcmp(item->valuestring, "default") == 0;
+        char *text = known ? NULL : cJSON_PrintUnformatted(item);
+        if (!known) { FAIL("%s: found %s%s %s, expected rope_type \"default\" alone: RoPE is not scaled", path, within, item->string, text ? text : "?"); }
+    }
+}
+
+// First half of an import: the sizes of DIR/config.json become options. Flags and presets that say otherwise are refused.
+static void hf_read_config(Config *cfg) {
+    char path[4400], text[64], where[4500];
+    snprintf(path, sizeof path, "%s/config.json", cfg->import_dir);
+    cJSON *json = read_json(path);
+    cJSON *scaling = cJSON_GetObjectItemCaseSensitive(json, "rope_scaling");
+    hf_check_rope(path, "rope_scaling.", scaling);
+    hf_check_rope(path, "rope_parameters.", cJSON_GetObjectItemCaseSensitive(json, "rope_parameters"));
+    for (int i = 0; i < COUNT(hf_settings); i++) {
+        if (strcmp(hf_settings[i].key, "rope_scaling") != 0 || !cJSON_IsObject(scaling)) { hf_check_setting(path, "", json, i); }
+    }
+    int size[COUNT(hf_sizes)], tied = cJSON_IsTrue(cJSON_GetObjectItemCaseSensitive(json, "tie_word_embeddings"));
+    for (int i = 0; i < COUNT(hf_sizes); i++) {
+        int index = find_option(hf_sizes[i].option), is_length = strcmp(hf_sizes[i].option, "seq-len") == 0;
+        const char *key = hf_sizes[i].key;
+        const cJSON *item = cJSON_GetObjectItemCaseSensitive(json, key);
+        if ((!item || cJSON_IsNull(item)) && strcmp(key, "num_key_value_heads") == 0) { key = "num_attention_heads"; item = cJSON_GetObjectItemCaseSensitive(json, key); }
+        double value = cJSON_IsNumber(item) ? item->valuedouble : -1;
+        if (value != floor(value) || value < 1 || value > options[index].high) {
+            char *found = item ? cJSON_PrintUnformatted(item) : NULL;
+            FAIL("%s: found %s %s, expected a whole number from 1 to %.0f%s", path, key, found ? found : "left out", options[index].high, hf_sizes[i].why);
+        }
+        size[i] = (int)value;
+        snprintf(text, sizeof text, "%d", size[i]);
+        snprintf(where, sizeof where, "%s: %s", path, key);
+        int now = *(int *)option_field(&options[index], cfg);
+        if (cfg->source[index] < FROM_MODEL) { option_set(cfg, index, text, FROM_CHECKPOINT, where); }
+        else if (is_length ? now > size[i] : now != size[i]) {
+            USAGE("--%s: found %d%s, expected %s%d, %s of %s", hf_sizes[i].option, now, cfg->source[index] == FROM_MODEL ? " (from --model)" : "", is_length ? "at most " : "", size[i], key, path);
+        }
+    }
+    int C = size[1], NH = size[2], KVH = size[3], head_size = C / NH;
+    if (C % NH || NH % KVH || head_size % 2 || head_size > ATT_MAX_HS) {
+        FAIL("%s: found hidden_size %d, num_attention_heads %d and num_key_value_heads %d, expected each to be a multiple of the next, and heads of an even size up to %d", path, C, NH, KVH, (int)ATT_MAX_HS);
+    }
+    const cJSON *head_dim = cJSON_GetObjectItemCaseSensitive(json, "head_dim");
+    if (cJSON_IsNumber(head_dim) && head_dim->valuedouble != head_size) {
+        FAIL("%s: found head_dim %g, expected %d: heads divide hidden_size %d among them", path, head_dim->valuedouble, head_size, C);
+    }
+    int tie = find_option("tie-embeddings");
+    if (cfg->source[tie] >= FROM_MODEL && cfg->tie_embeddings != tied) { USAGE("--tie-embeddings: found %s, expected %s, tie_word_embeddings of %s", tied ? "off" : "on", tied ? "on" : "off", path); }
+    option_set(cfg, tie, tied ? "on" : "off", FROM_CHECKPOINT, path);
+    const char *other = beyond_baseline(cfg);
+    if (other) { USAGE("--import hf: found %s, expected a baseline: a Llama checkpoint has one scale vector for each Pre-Norm, and nothing to start others from", other); }
+    cJSON_Delete(json);
+}
+
+typedef struct HfWeights { SafeFile *files; int count; cJSON *index; } HfWeights; // index: NULL for a single file
+
+static void hf_open(HfWeights *w, const char *dir) {
+    char path[4400];
+    snprintf(path, sizeof path, "%s/model.safetensors", dir);
+    w->index = NULL;
+    w->count = 1;
+    if (access(path, F_OK) == 0) {
+        w->files = (SafeFile *)calloc(1, sizeof(SafeFile));
+        if (!w->files) { FAIL("out of memory"); }
+        safetensors_open(&w->files[0], path);
+        return;
+    }
+    snprintf(path, sizeof path, "%s/model.safetensors.index.json", dir);
+    if (access(path, F_OK) != 0) { FAIL("--import hf %s: found neither model.safetensors nor model.safetensors.index.json, expected one of them", dir); }
+    w->index = read_json(path);
+    const cJSON *map = cJSON_GetObjectItemCaseSensitive(w->index, "weight_map");
+    w->count = 0;
+    w->files = (SafeFile *)calloc((size_t)cJSON_GetArraySize(map) + 1, sizeof(SafeFile));
+    if (!w->files) { FAIL("out of memory"); }
+    for (const cJSON *item = map ? map->child : NULL; item; item = item->next) {
+        if (!cJSON_IsString(item) || strchr(item->valuestring, '/')) { FAIL("%s: found no file name for %s in weight_map, expected one of the same folder", path, item->string); }
+        char *shard = text_format("%s/%s", dir, item->valuestring);
+        int known = 0;
+        for (int i = 0; i < w->count; i++) { known |= strcmp(w->files[i].path, shard) == 0; }
+        if (!known) { safetensors_open(&w->files[w->count++], shard); }
+        free(shard);
+    }
+    if (w->count == 0) { FAIL("%s: found no weight_map, expected one that names a file for each tensor", path); }
+}
+
+// The file that has a tensor, or NULL.
+static const SafeFile *hf_find(const HfWeights *w, const char *name) {
+    if (!w->index) { return cJSON_GetObjectItemCaseSensitive(w->files[0].header, name) ? &w->files[0] : NULL; }
+    const cJSON *item = cJSON_GetObjectItemCaseSensitive(cJSON_GetObjectItemCaseSensitive(w->index, "weight_map"), name);
+    for (int i = 0; item && i < w->count; i++) {
+        if (strcmp(strrchr(w->files[i].path, '/') + 1, item->valuestring) == 0) { return &w->files[i]; }
+    }
+    return NULL;
+}
+
+static float half_value(uint16_t bits) { // sign, 5 bits of exponent, 10 of fraction
+    int exponent = bits >> 10 & 31, fraction = bits & 1023;
+    float value = exponent == 31 ? (fraction ? NAN : INFINITY) : exponent ? ldexpf((float)(1024 + fraction), exponent - 25) : ldexpf((float)fraction, -24);
+    return bits >> 15 ? -value : value;
+}
+
+// Reads a tensor of any float type that Hugging Face writes.
+static void hf_read(const SafeFile *f, const Tensor *t) {
+    static const struct { const char *name; int bytes; } types[] = {{"F32", 4}, {"BF16", 2}, {"F16", 2}, {"F64", 8}};
+    const cJSON *entry = cJSON_GetObjectItemCaseSensitive(f->header, t->name), *shape = cJSON_GetObjectItemCaseSensitive(entry, "shape");
+    const cJSON *dtype = cJSON_GetObjectItemCaseSensitive(entry, "dtype"), *offsets = cJSON_GetObjectItemCaseSensitive(entry, "data_offsets");
+    if (!entry) { FAIL("%s: found no tensor %s, expected it: the index says so", f->path, t->name); }
+    int type = -1, dims = t->vector ? 1 : 2;
+    for (int i = 0; i < COUNT(types); i++) { if (cJSON_IsString(dtype) && strcmp(dtype->valuestring, types[i].name) == 0) { type = i; } }
+    const cJSON *rows = cJSON_GetArrayItem(shape, 0), *cols = cJSON_GetArrayItem(shape, dims - 1);
+    int same = type >= 0 && cJSON_GetArraySize(shape) == dims && cJSON_IsNumber(cols) && cols->valuedouble == (double)t->cols && (t->vector || (cJSON_IsNumber(rows) && rows->valuedouble == (double)t->rows));
+    if (!same) {
+        char *found = cJSON_PrintUnformatted(shape), size[64];
+        snprintf(size, sizeof size, t->vector ? "%lld" : "%lld,%lld", (long long)(t->vector ? t->cols : t->rows), (long long)t->cols);
+        FAIL("%s: found tensor %s of type %s and shape %s, expected F32, BF16, F16 or F64 and [%s]", f->path, t->name, cJSON_IsString(dtype) ? dtype->valuestring : "?", found ? found : "?", size);
+    }
+    int64_t n = t->rows * t->cols, bytes = n * types[type].bytes;
+    const cJSON *begin = cJSON_GetArrayItem(offsets, 0), *end = cJSON_GetArrayItem(offsets, 1);
+    double from = cJSON_IsNumber(begin) ? begin->valuedouble : -1, to = cJSON_IsNumber(end) ? end->valuedouble : -1;
+    if (!(from >= 0) || to - from != (double)bytes || to > (double)f->values_size) { FAIL("%s: found tensor %s at bytes %.0f to %.0f of %lld, expected %lld bytes within the file", f->path, t->name, from, to, (long long)f->values_size, (long long)bytes); }
+    const char *values = f->values + (int64_t)from;
+    #pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < n; i++) {
+        float single;
+        double full;
+        uint16_t half;
+        uint32_t word;
+        if (type == 0) { memcpy(&single, values + 4 * i, 4); t->data[i] = (real)single; }
+        else if (type == 3) { memcpy(&full, values + 8 * i, 8); t->data[i] = (real)full; }
+        else {
+            memcpy(&half, values + 2 * i, 2);
+            word = (uint32_t)half << 16; // BF16 is the upper half of a float
+            memcpy(&single, &word, 4);
+            t->data[i] = (real)(type == 1 ? single : half_value(half));
+        }
+    }
+}
+
+// Second half of an import: theta from the tensors. Each must be there, and none that this model has no place for.
+static void hf_import(GPT *m, const char *dir) {
+    HfWeights w;
+    int count;
+    Tensor *tensors = hf_tensors(m, NULL, &count), head = tensors[0]; // tensors[0]: the embedding
+    hf_open(&w, dir);
+    snprintf(head.name, sizeof head.name, "lm_head.weight");
+    int tied = m->cfg.tie_embeddings, head_alone = tied && !hf_find(&w, tensors[0].name); // which of two shared tensors is stored is up to the writer
+    if (head_alone) { tensors[0] = head; }
+    for (int i = 0; i < count; i++) {
+        const SafeFile *f = hf_find(&w, tensors[i].name);
+        if (!f) { FAIL("--import hf %s: found no tensor %s, expected it for this config.json", dir, head_alone && i == 0 ? "model.embed_tokens.weight or lm_head.weight" : tensors[i].name); }
+        hf_read(f, &tensors[i]);
+    }
+    const SafeFile *second = tied && !head_alone ? hf_find(&w, head.name) : NULL;
+    if (second) { // both: they must agree
+        real *embedding = head.data;
+        size_t bytes = (size_t)(head.rows * head.cols) * sizeof(real);
+        head.data = (real *)malloc(bytes);
+        if (!head.data) { FAIL("out of memory"); }
+        hf_read(second, &head);
+        if (memcmp(head.data, embedding, bytes) != 0) { FAIL("%s: found lm_head.weight other than model.embed_tokens.weight, expected equal ones: config.json says tie_word_embeddings", second->path); }
+        free(head.data);
+    }
+    for (int i = 0; i < w.count; i++) {
+        for (const cJSON *item = w.files[i].header->child; item; item = item->next) {
+            size_t length = strlen(item->string);
+            int known = strcmp(item->string, "__metadata__") == 0 || (second && strcmp(item->string, head.name) == 0);
+            known |= length > 19 && strcmp(item->string + length - 19, "rotary_emb.inv_freq") == 0; // old checkpoints store these constants
+            for (int k = 0; k < count && !known; k++) { known = strcmp(item->string, tensors[k].name) == 0; }
+            if (!known) { FAIL("%s: found tensor %s, expected only those of a Llama without biases or further norms", w.files[i].path, item->string); }
+        }
+    }
+    for (int i = 0; i < w.count; i++) { safetensors_close(&w.files[i]); }
+    cJSON_Delete(w.index);
+    free(w.files);
+    free(tensors);
+}
+
+// ----------------------------------------------------------------------------------------------------
 // 9. Sampling.
 
 static int compare_descending(const void *a, const void *b) {
@@ -2847,7 +3269,7 @@ static int tokenizer_open(Tokenizer *tokenizer, const Config *cfg) {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// 10. main: train, resume, sample, estimate.
+// 10. main: train, resume, sample, export, estimate.
 
 static int finish(void) {
     if (fflush(stdout) != 0 || ferror(stdout)) { FAIL("standard output: cannot write: %s", strerror(errno)); }
@@ -3139,6 +3561,7 @@ int main(int argc, char **argv) {
     if (cfg.help) { print_help(); return finish(); }
     if (!cfg.out[0]) { USAGE("--out: found \"\", expected a folder"); }
     if (given(&cfg, "resume") && !cfg.resume[0]) { USAGE("--resume: found \"\", expected a run's folder or a checkpoint"); }
+    if (cfg.resume[0] && cfg.import_dir[0]) { USAGE("--resume and --import: found both, expected one: each says which model to begin with"); }
     if (cfg.resume[0]) {
         checkpoint_find(cfg.resume, checkpoint, sizeof checkpoint, run_folder, sizeof run_folder);
         checkpoint_open(&model_file, checkpoint, "model.safetensors");
@@ -3146,33 +3569,37 @@ int main(int argc, char **argv) {
         if (!given(&cfg, "out")) { cfg.out = run_folder; }
     }
     presets_apply(&cfg);
+    if (cfg.import_dir[0]) { hf_read_config(&cfg); }
     config_resolve(&cfg);
+    int training = cfg.sample == 0 && !cfg.export_dir[0];
     if (cfg.resume[0]) { checkpoint_check_config(&model_file, &cfg); }
 #ifdef _OPENMP
     if (cfg.threads > 0) { omp_set_num_threads(cfg.threads); }
 #endif
     run.terminal = isatty(STDOUT_FILENO);
-    if (cfg.sample == 0 && !(cfg.estimate && cfg.vocab > 0)) { open_data(&cfg, &run); }
+    if (training && !(cfg.estimate && cfg.vocab > 0)) { open_data(&cfg, &run); }
     gpt_build(&model, &cfg);
     settle_steps(&model);
     if (cfg.estimate) { print_estimate(&model); return finish(); }
-    if (cfg.sample > 0 || cfg.sample_every > 0) {
+    if (cfg.sample > 0 || (training && cfg.sample_every > 0)) {
         run.has_tokenizer = tokenizer_open(&run.tokenizer, &model.cfg);
         int32_t *prompt = NULL; // a prompt that can't be encoded should stop the run now, not at its first sample
         if (run.has_tokenizer) { prompt_tokens(&model.cfg, &run.tokenizer, 0, &prompt); }
         free(prompt);
         if (!run.has_tokenizer) { FAIL("--tokenizer auto: found no single .tiktoken file beside --data %s, expected --tokenizer FILE for samples", cfg.data); }
     }
-    if (cfg.sample == 0 && cfg.resume[0] && run.state.fingerprint != run.data.fingerprint) {
+    if (training && cfg.resume[0] && run.state.fingerprint != run.data.fingerprint) {
         FAIL("--data %s: found other tokens than the checkpoint %s was trained on, expected the same: the data order would change", cfg.data, checkpoint);
     }
-    gpt_allocate(&model, cfg.sample > 0 ? 1 : cfg.batch, cfg.seq_len);
-    if (cfg.sample == 0) {
+    gpt_allocate(&model, training ? cfg.batch : 1, cfg.export_dir[0] ? 1 : cfg.seq_len);
+    if (training) {
         if (same_folder(cfg.out, run_folder)) { lock_out(cfg.out); } else { prepare_out(&cfg); }
     }
-    if (cfg.resume[0]) { checkpoint_load(&model, checkpoint, &model_file, cfg.sample == 0); safetensors_close(&model_file); }
+    if (cfg.resume[0]) { checkpoint_load(&model, checkpoint, &model_file, training); safetensors_close(&model_file); }
+    else if (cfg.import_dir[0]) { hf_import(&model, cfg.import_dir); }
     else { gpt_init(&model); }
     reparameterize_forward(&model);
+    if (cfg.export_dir[0]) { hf_export(&model, cfg.export_dir); return finish(); }
     if (cfg.sample > 0) { sample_print(&model, &run.tokenizer, cfg.sample, random_u64((uint64_t)cfg.seed)); return finish(); }
     run.state.fingerprint = run.data.fingerprint;
     char *listing = config_listing(&model.cfg, " ");
