@@ -350,7 +350,10 @@ static void option_set(Config *cfg, int index, const char *text, enum Source sou
         break;
     }
     case TYPE_PLACEMENT: placement_parse((int *)field, text, source, where); break;
-    case TYPE_FORMAT_DIR:
+    case TYPE_FORMAT_DIR: // "hf DIR": the field is DIR
+        if (text[0] && (strncmp(text, "hf ", 3) != 0 || !text[3])) { BAD_VALUE(source, "%s: found \"%s\", expected a format and a folder: hf DIR", where, text); }
+        *(const char **)field = config_text(text[0] ? text + 3 : text);
+        break;
     case TYPE_TEXT: {
         *(const char **)field = config_text(text);
         break;
@@ -473,14 +476,11 @@ static void config_parse_flags(Config *cfg, int argc, const char *const *argv) {
             if (i + 1 >= argc || strncmp(argv[i + 1], "--", 2) == 0) { USAGE("--%s: found no value, expected one (--%s=VALUE where it begins with --): %s", name, name, o->help); }
             value = argv[++i];
         }
-        if (o->type == TYPE_FORMAT_DIR) { // two words: the format, then the folder
-            if (strcmp(value, "hf") != 0) { USAGE("--%s: found \"%s\", expected a format and a folder: hf DIR", name, value); }
-            if (i + 1 >= argc || !argv[i + 1][0] || strncmp(argv[i + 1], "--", 2) == 0) { USAGE("--%s hf: found no folder, expected one: --%s hf DIR", name, name); }
-            value = argv[++i];
-        }
-        char where[80];
+        char where[80], *words = NULL;
         snprintf(where, sizeof where, "--%s", name);
+        if (o->type == TYPE_FORMAT_DIR && i + 1 < argc && strncmp(argv[i + 1], "--", 2) != 0) { value = words = text_format("%s %s", value, argv[++i]); }
         option_set(cfg, index, value, FROM_FLAG, where);
+        free(words);
     }
 }
 

@@ -736,7 +736,7 @@ Test(cli, a_run_without_a_checkpoint_is_no_dead_end) {
 static const char *const all_flags =
     "model layers channels heads kv-heads hidden seq-len vocab tie-embeddings qk-norm post-norm experts top-k expert-hidden shared-hidden balance-loss router-z-loss variant norm-scale hg placement reparam wd-scale "
     "optimizer lr schedule warmup decay-frac final-lr-frac weight-decay beta1 beta2 eps muon-momentum sgd-momentum grad-clip batch total-batch steps "
-    "tokens-per-param seed data val-data tokenizer out resume save-every keep val-every val-batches sample-every sample prompt temperature sample-top-k stop-at "
+    "tokens-per-param seed data val-data tokenizer out resume save-every keep val-every val-batches sample-every sample prompt temperature sample-top-k export import stop-at "
     "threads estimate help";
 
 Test(cli, help_lists_every_option) {

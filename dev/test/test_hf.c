@@ -545,10 +545,10 @@ Test(hf, flags_are_refused) {
     OK("train " SMALL " --out run --variant hg");
     static const Case cases[] = {
         {"no format", NULL, "train --export", "--export|no value", 2},
-        {"no folder", NULL, "train --resume run --export hf", "--export hf|no folder|hf DIR", 2},
-        {"a flag for a folder", NULL, "train --export hf --resume run", "--export hf|no folder", 2},
-        {"an empty folder name", NULL, "train --import hf ''", "--import hf|no folder", 2},
-        {"another format", NULL, "train --resume run --export gguf B", "--export|\"gguf\"|hf DIR", 2},
+        {"no folder", NULL, "train --resume run --export hf", "--export|\"hf\"|a format and a folder: hf DIR", 2},
+        {"a flag for a folder", NULL, "train --export hf --resume run", "--export|\"hf\"|hf DIR", 2},
+        {"an empty folder name", NULL, "train --import hf ''", "--import|\"hf \"|hf DIR", 2},
+        {"another format", NULL, "train --resume run --export gguf B", "--export|\"gguf B\"|hf DIR", 2},
         {"only a folder", NULL, "train --import E", "--import|\"E\"|hf DIR", 2},
         {"twice", NULL, "train --export hf B --export hf B", "--export|twice", 2},
         {"export of nothing", NULL, "train --export hf B", "--export|--resume RUN|--import hf DIR", 2},
