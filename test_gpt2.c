@@ -1701,7 +1701,7 @@ Test(experts, order_does_not_matter) {
             const Param *p = &m->params[k], *q = param_named(other, names + 80 * k);
             int router = ends_with(p->name, ".router.weight");
             // with a shared gamma_b nothing changes either: it isn't part of the expert
-            double tolerance = part_of_expert(p) && p->layer == m->cfg.layers - 1 ? 0 : IN(1e-12, 1e-4), size = floor_;
+            double tolerance = part_of_expert(p) && p->layer == m->cfg.layers - 1 ? 0 : IN(1e-12, 5e-4), size = floor_;
             for (int64_t j = 0; j < p->rows * p->cols; j++) { size = fmax(size, fabs((double)m->grads[p->offset + j])); }
             for (int64_t j = 0; j < p->rows * p->cols; j++) {
                 int64_t at = router ? to[j / p->cols] * p->cols + j % p->cols : j;
@@ -1832,7 +1832,8 @@ Test(experts, gradient_accumulation_adds_up_but_for_the_balance_loss) {
             Run run;
             memset(&run, 0, sizeof run);
             run.data = data;
-            double loss = train_gradient(m, &run);
+            train_gradient(m, &run);
+            double loss = train_gradient(m, &run); // counts and losses are of the last step alone
             if (!expected) {
                 expected = as_doubles(m->grads, m->num_theta), expected_loss = loss, expected_z = run.z_loss;
                 memcpy(expected_tokens, m->expert_tokens, sizeof expected_tokens);
