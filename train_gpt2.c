@@ -156,7 +156,7 @@ static const Option options[] = {
     {NULL, "qk-norm", TYPE_CHOICE, FIXED, AT(qk_norm), "off", 0, 0, "off|on", "Output-Norm on the heads of q and k"},
     {NULL, "post-norm", TYPE_CHOICE, FIXED, AT(post_norm), "off", 0, 0, "off|on", "Output-Norm on the attention and FFN outputs, as in Gemma"},
     {NULL, "experts", TYPE_INT, FIXED, AT(experts), "0", 0, 1024, NULL, "mixture of experts: their number, E; 0: a dense FFN"},
-    {NULL, "top-k", TYPE_INT, FIXED, AT(top_k), "0", 0, 1024, NULL, "experts that a token goes to, K; 0: 4, or all where there are fewer"},
+    {NULL, "top-k", TYPE_INT, FIXED, AT(top_k), "0", 0, 1024, NULL, "experts that a token goes to, K; 0: 4, or all where there are fewer; with 1 its weight is always 1, and only the two losses below train the router"},
     {NULL, "expert-hidden", TYPE_INT, FIXED, AT(expert_hidden), "0", 0, 1048576, NULL, "hidden size of an expert; 0: int(2 C / 3)"},
     {NULL, "shared-hidden", TYPE_INT, FIXED, AT(shared_hidden), "-1", -1, 1048576, NULL, "hidden size of the shared expert; -1: int(8 C / 3), 0: no shared expert"},
     {NULL, "balance-loss", TYPE_REAL, KEPT, AT(balance_loss), "0.01", 0, 100, NULL, "weight of the loss that balances the experts' loads"},
@@ -500,8 +500,9 @@ static void config_resolve(Config *cfg) {
         if (cfg->expert_hidden == 0) { cfg->expert_hidden = (int)(2 * (int64_t)cfg->channels / 3); }
         if (cfg->shared_hidden < 0) { cfg->shared_hidden = (int)(8 * (int64_t)cfg->channels / 3); }
         if (cfg->expert_hidden < 1) { USAGE("--expert-hidden: found int(2 * %d / 3) = 0, expected at least 1", cfg->channels); }
-    } else if (given(cfg, "top-k") || given(cfg, "expert-hidden") || given(cfg, "shared-hidden")) {
-        USAGE("--top-k, --expert-hidden, --shared-hidden: found without --experts, expected --experts E too (--sample-top-k is for samples)");
+    } else if (given(cfg, "top-k") || given(cfg, "expert-hidden") || given(cfg, "shared-hidden")
+               || given(cfg, "balance-loss") || given(cfg, "router-z-loss")) {
+        USAGE("--top-k, --expert-hidden, --shared-hidden, --balance-loss, --router-z-loss: found without --experts, expected --experts E too (--sample-top-k is for samples)");
     }
     if (cfg->hidden == 0) { cfg->hidden = (int)(8 * (int64_t)cfg->channels / 3); }
     if (cfg->total_batch == 0) { cfg->total_batch = cfg->batch; }
@@ -1896,6 +1897,7 @@ static void ffn_backward(GPT *m, const LinearMap *maps, const FfnActs *s, real *
 //   logits = W_router x;  chosen = the K largest;  weights = softmax over the chosen logits (ours)
 //   balance loss = E sum_e f_e P_e (ours), f_e: share of the rows that go to e, P_e: mean probability of e;
 //   z-loss = mean of log-sum-exp(logits)^2. Each layer adds both; no token is ever dropped.
+// --post-norm norms the sum; a norm at down (--placement down=dnp) stands in each expert, before it (ours).
 // Tokens are sorted by expert, so that each expert works on neighbouring rows.
 
 static FfnActs ffn_rows(const FfnActs *s, const LinearMap *maps, int64_t row) { // the part from `row` on
