@@ -98,7 +98,7 @@ def check_export(folder, name, flags, own_code):
     clean = clean and text.shape[1] == prompt.shape[1] + 3 and int(text[0, len(PROMPTS[1])]) == int(model(prompt).logits[0, -1].argmax())
     padded = model(torch.cat((torch.zeros(1, 5, dtype=torch.long), prompt), 1), attention_mask=torch.tensor([[0] * 5 + [1] * prompt.shape[1]]),
                    position_ids=torch.tensor([[0] * 5 + list(range(prompt.shape[1]))]))
-    clean = clean and float((padded.logits[0, 5:] - model(prompt).logits[0]).abs().max()) <= TOLERANCE
+    clean = clean and float((padded.logits[0, 5:] - model(prompt).logits[0]).detach().abs().max()) <= TOLERANCE
     report(name, *difference(["--resume", out], model), clean, "" if clean else f", {info}")
 
 
