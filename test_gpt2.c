@@ -2042,7 +2042,7 @@ static double *singular_values(const real *X, int rows, int cols) {
 // one by 3.4445^5 = 485 at most, so that one below 0.0014 of the Frobenius norm can't reach 0.6: the smallest of a
 // square matrix sometimes is, those of other shapes never. Exact for all: a value s has become p(p(p(p(p(s / norm))))).
 Test(optimizer, newton_schulz_orthogonalizes) {
-    static const struct { int rows, cols; } shapes[] = {{16, 16}, {33, 33}, {8, 64}, {64, 24}, {1, 40}, {48, 100}};
+    static const struct { int rows, cols; } shapes[] = {{16, 16}, {33, 33}, {8, 64}, {64, 24}, {1, 40}, {48, 100}, {24, 96}, {100, 20}};
     GPT *m = model_tables("--optimizer muon");
     for (int k = 0; k < COUNT(shapes); k++) {
         int rows = shapes[k].rows, cols = shapes[k].cols, n = rows * cols, side = rows < cols ? rows : cols, longer = rows < cols ? cols : rows, too_small = 0;

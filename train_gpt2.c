@@ -212,33 +212,33 @@ static const Option options[] = {
 enum { NUM_OPTIONS = sizeof options / sizeof options[0] };
 
 // Presets are flags under a name; a flag of the command line wins over a preset.
-typedef struct Preset { const char *name, *flags; } Preset;
+typedef struct Preset { const char *name, *flags, *paper; } Preset; // paper: its size there, total/active
 #define PAPER " vocab=50304 total-batch=512 tokens-per-param=100"
 static const Preset model_presets[] = { // the paper's models, batch and peak rates
-    {"tiny",       "layers=4 channels=128 heads=2 seq-len=256"},
-    {"0.12b",      "layers=6 channels=768 heads=12 seq-len=1024 lr=4e-3" PAPER},
-    {"0.25b",      "layers=12 channels=1024 heads=16 seq-len=1024 lr=2e-3" PAPER},
-    {"0.5b",       "layers=18 channels=1280 heads=20 seq-len=4096 lr=2e-3" PAPER},
-    {"0.75b",      "layers=21 channels=1536 heads=24 seq-len=4096 lr=2e-3" PAPER},
-    {"1b",         "layers=22 channels=1792 heads=28 seq-len=4096 lr=1e-3" PAPER},
-    {"gemma-0.5b", "layers=18 channels=1280 heads=20 seq-len=4096 lr=2e-3 qk-norm=on post-norm=on" PAPER},
-    {"moe-0.25b",  "layers=6 channels=640 heads=10 seq-len=1024 lr=3e-3 experts=32 top-k=4" PAPER},
-    {"moe-0.5b",   "layers=9 channels=768 heads=12 seq-len=1024 lr=2e-3 experts=32 top-k=4" PAPER},
-    {"moe-0.8b",   "layers=10 channels=960 heads=15 seq-len=4096 lr=2e-3 experts=32 top-k=4" PAPER},
-    {"moe-1b",     "layers=12 channels=1024 heads=16 seq-len=4096 lr=1e-3 experts=32 top-k=4" PAPER},
-    {"moe-2b",     "layers=15 channels=1280 heads=20 seq-len=4096 lr=6e-4 experts=32 top-k=4" PAPER},
+    {"tiny",       "layers=4 channels=128 heads=2 seq-len=256", NULL},
+    {"0.12b",      "layers=6 channels=768 heads=12 seq-len=1024 lr=4e-3" PAPER, "0.12B"},
+    {"0.25b",      "layers=12 channels=1024 heads=16 seq-len=1024 lr=2e-3" PAPER, "0.25B"},
+    {"0.5b",       "layers=18 channels=1280 heads=20 seq-len=4096 lr=2e-3" PAPER, "0.5B"},
+    {"0.75b",      "layers=21 channels=1536 heads=24 seq-len=4096 lr=2e-3" PAPER, "0.75B"},
+    {"1b",         "layers=22 channels=1792 heads=28 seq-len=4096 lr=1e-3" PAPER, "1B"},
+    {"gemma-0.5b", "layers=18 channels=1280 heads=20 seq-len=4096 lr=2e-3 qk-norm=on post-norm=on" PAPER, "0.5B"},
+    {"moe-0.25b",  "layers=6 channels=640 heads=10 seq-len=1024 lr=3e-3 experts=32 top-k=4" PAPER, "0.25B/0.11B"},
+    {"moe-0.5b",   "layers=9 channels=768 heads=12 seq-len=1024 lr=2e-3 experts=32 top-k=4" PAPER, "0.5B/0.18B"},
+    {"moe-0.8b",   "layers=10 channels=960 heads=15 seq-len=4096 lr=2e-3 experts=32 top-k=4" PAPER, "0.8B/0.28B"},
+    {"moe-1b",     "layers=12 channels=1024 heads=16 seq-len=4096 lr=1e-3 experts=32 top-k=4" PAPER, "1B/0.38B"},
+    {"moe-2b",     "layers=15 channels=1280 heads=20 seq-len=4096 lr=6e-4 experts=32 top-k=4" PAPER, "2B/0.62B"},
 };
 static const Preset variant_presets[] = {
-    {"noscale",  "norm-scale=off"},
-    {"baseline", ""},
-    {"hg",       "hg=on"},
-    {"ap",       "placement=ap"},
-    {"dp",       "placement=dp"},
-    {"dnp",      "placement=dnp"},
-    {"or",       "reparam=or"},
-    {"er",       "reparam=er"},
-    {"iwd",      "wd-scale=input"},
-    {"unified",  "hg=on placement=dnp reparam=or wd-scale=input"},
+    {"noscale",  "norm-scale=off", NULL},
+    {"baseline", "", NULL},
+    {"hg",       "hg=on", NULL},
+    {"ap",       "placement=ap", NULL},
+    {"dp",       "placement=dp", NULL},
+    {"dnp",      "placement=dnp", NULL},
+    {"or",       "reparam=or", NULL},
+    {"er",       "reparam=er", NULL},
+    {"iwd",      "wd-scale=input", NULL},
+    {"unified",  "hg=on placement=dnp reparam=or wd-scale=input", NULL},
 };
 #define COUNT(array) ((int)(sizeof(array) / sizeof((array)[0])))
 
@@ -3314,6 +3314,8 @@ static void print_estimate(GPT *m) {
     printf("%-12s %14lld  of which in scale vectors: %lld (%.4f%%)\n", "total", (long long)m->num_theta, (long long)vectors, 100.0 * (double)vectors / (double)m->num_theta);
     int64_t active = gpt_active_parameters(m);
     if (m->cfg.experts) { printf("%-12s %14lld  used by a token: %d of %d experts\n", "active", (long long)active, m->cfg.top_k, m->cfg.experts); }
+    const char *model = m->cfg.model, *paper = model[0] ? find_preset(model_presets, COUNT(model_presets), model, strlen(model), "--model")->paper : NULL;
+    if (paper) { printf("%-12s %14s  the size of this model there, rounded%s\n", "paper", paper, m->cfg.experts ? ": total/active" : ""); }
     MemoryUse use = gpt_estimate_memory(m, m->cfg.batch, m->cfg.seq_len);
     const double MiB = 1 << 20;
     printf("memory, MiB  %14.1f  theta %.1f, theta~ %.1f, gradients %.1f, optimizer %.1f, activations %.1f, work space %.1f\n", (double)use.total / MiB,
