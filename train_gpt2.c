@@ -657,8 +657,10 @@ typedef struct GPT {
 enum { NUM_BLOCKS = 16 }; // sums over rows are split in so many parts, whatever the threads: same bits for any number of them
 
 static int gpt_param(GPT *m, Role role, int layer, int64_t rows, int64_t cols, const char *name) {
-    m->params = (Param *)realloc(m->params, (size_t)(m->num_params + 1) * sizeof(Param));
-    if (!m->params) { FAIL("out of memory"); }
+    if ((m->num_params & (m->num_params - 1)) == 0) { // room for twice as many at each power of two
+        m->params = (Param *)realloc(m->params, (size_t)(m->num_params ? 2 * m->num_params : 1) * sizeof(Param));
+        if (!m->params) { FAIL("out of memory"); }
+    }
     Param *p = &m->params[m->num_params];
     memset(p, 0, sizeof *p);
     snprintf(p->name, sizeof p->name, "%s", name);
