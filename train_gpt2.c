@@ -57,7 +57,7 @@ typedef REAL real;
 // Errors: one line on stderr that names the thing, what was found and what was expected.
 // Exit status 2: the command line is wrong. Exit status 1: a file, the environment or the training is.
 
-static char fail_cleanup_dir[4096]; // an unfinished checkpoint that a failure must not leave behind
+static char fail_cleanup_dir[4400]; // an unfinished checkpoint that a failure must not leave behind
 static void remove_dir(const char *path);
 
 __attribute__((noreturn, format(printf, 4, 5)))
@@ -165,7 +165,7 @@ static const Option options[] = {
     {"Scale vectors", "variant", TYPE_TEXT, LOCAL, AT(variant), "", 0, 0, NULL, "presets over the flags of this group, joined by '+': see the list below"},
     {NULL, "norm-scale", TYPE_CHOICE, FIXED, AT(norm_scale), "on", 0, 0, "off|on", "off: no scale vector at all (section 2)"},
     {NULL, "hg", TYPE_CHOICE, FIXED, AT(hg), "off", 0, 0, "off|on", "heterogeneity: a gamma_b for each branch (eq. 4)"},
-    {NULL, "placement", TYPE_PLACEMENT, FIXED, AT(placement), "input", 0, 0, PLACE_CHOICES, "where the scale vectors stand (eq. 5-7): one value, or a list like q=dnp,k=dnp,head=input over q k v gate up head and o down"},
+    {NULL, "placement", TYPE_PLACEMENT, FIXED, AT(placement), "input", 0, 0, PLACE_CHOICES, "where the scale vectors stand (eq. 5-7): one value, or a list like q=dnp,k=dnp,head=input over q k v gate up head and o down; a router's is always input"},
     {NULL, "reparam", TYPE_CHOICE, FIXED, AT(reparam), "none", 0, 0, "none|or|er", "how a scale vector is made (eq. 8, 9)"},
     {NULL, "wd-scale", TYPE_CHOICE, KEPT, AT(wd_scale), "all", 0, 0, "all|none|input|output", "which scale vectors decay: those of Input-Norms (gamma_b, and gamma_a of ap and dp), those of Output-Norms; with or and er, alpha and beta alike"},
 
@@ -496,7 +496,7 @@ static void config_resolve(Config *cfg) {
     if (cfg->experts > 0) {
         if (given(cfg, "hidden")) { USAGE("--hidden and --experts: found both, expected --expert-hidden and --shared-hidden for a mixture of experts"); }
         if (cfg->top_k == 0) { cfg->top_k = cfg->experts < 4 ? cfg->experts : 4; }
-        if (cfg->top_k > cfg->experts) { USAGE("--top-k: found %d, expected at most --experts %d", cfg->top_k, cfg->experts); }
+        if (cfg->top_k > cfg->experts) { USAGE("--top-k: found %d%s, expected at most --experts %d", cfg->top_k, given(cfg, "top-k") ? "" : " (from --model)", cfg->experts); }
         if (cfg->expert_hidden == 0) { cfg->expert_hidden = (int)(2 * (int64_t)cfg->channels / 3); }
         if (cfg->shared_hidden < 0) { cfg->shared_hidden = (int)(8 * (int64_t)cfg->channels / 3); }
         if (cfg->expert_hidden < 1) { USAGE("--expert-hidden: found int(2 * %d / 3) = 0, expected at least 1", cfg->channels); }
@@ -524,6 +524,8 @@ static void config_resolve(Config *cfg) {
     }
     if (cfg->sample > 0 && !cfg->resume[0] && !cfg->import_dir[0]) { USAGE("--sample: found without --resume, expected --resume RUN or --import hf DIR, the model to sample from"); }
     if (cfg->export_dir[0] && !cfg->resume[0] && !cfg->import_dir[0]) { USAGE("--export: found without --resume, expected --resume RUN or --import hf DIR, the model to export"); }
+    if (cfg->export_dir[0] && cfg->estimate) { USAGE("--export and --estimate: found both, expected one: an estimate loads no model"); }
+    if (given(cfg, "prompt") && cfg->sample == 0 && cfg->sample_every == 0) { USAGE("--prompt: found without --sample or --sample-every, expected one of them: it is where samples begin"); }
     if (cfg->export_dir[0] && cfg->sample > 0) { USAGE("--export and --sample: found both, expected one: neither trains"); }
     if (given(cfg, "threads") && cfg->threads > 1) {
 #ifndef _OPENMP
@@ -649,7 +651,7 @@ typedef struct GPT {
     int64_t head_chunk;
     int B, T;                       // of the last forward
     int accumulate;                 // 0 in the first backward after gpt_zero_grad: gradients of matrices are written, then added to
-    double grad_scale;              // likewise
+    double grad_scale;              // of the last forward: the weight of a token's loss
     double balance_loss, z_loss;    // of the last forward: sums over layers, without their weights
     int64_t *expert_tokens;         // (L,E) tokens that went to each expert since they were last set to 0
 } GPT;
@@ -858,7 +860,8 @@ static void gpt_init(GPT *m) {
 //     none   gamma = alpha
 //     OR     gamma = beta * Norm(alpha)                     eq. 8: magnitude and direction apart
 //     ER     gamma = e^beta * e^(alpha - mean(alpha))       eq. 9: the same in the exponent
-// and enters a linear map as W~ = diag(gamma_a) W diag(gamma_b) (section 3.4: the unified view).
+// and enters a linear map as W~ = diag(gamma_a) W diag(gamma_b) (the paper's section 3.4: the unified view). A
+// gamma_norm, which follows an Output-Norm, is made the same way and stays a vector of the model.
 
 static void scale_vector_forward(real *gamma, const real *alpha, const real *beta, int64_t n, int reparam) {
     if (reparam == REPARAM_NONE) { memcpy(gamma, alpha, (size_t)n * sizeof(real)); return; }
@@ -1896,8 +1899,9 @@ static void ffn_backward(GPT *m, const LinearMap *maps, const FfnActs *s, real *
 }
 
 // Mixture of experts: out = sum over the K chosen experts e of weight_e * ffn_e(x), plus the shared expert.
-//   logits = W_router x;  chosen = the K largest;  weights = softmax over the chosen logits (ours)
-//   balance loss = E sum_e f_e P_e (ours), f_e: share of the rows that go to e, P_e: mean probability of e;
+//   x = Norm(x2);  logits = W_router x;  chosen = the K largest;  weights = softmax over the chosen logits (ours)
+//   balance loss = E sum_e f_e P_e (ours), f_e: share of the rows that go to e, P_e: mean probability of e,
+//     both over a micro-batch, so that --batch has a say in it;
 //   z-loss = mean of log-sum-exp(logits)^2. Each layer adds both; no token is ever dropped.
 // --post-norm norms the sum; a norm at down (--placement down=dnp) stands in each expert, before it (ours).
 // Tokens are sorted by expert, so that each expert works on neighbouring rows.
@@ -2367,7 +2371,7 @@ static void loader_read(const DataLoader *d, int64_t sequence, int32_t *inputs, 
 //      manifest.txt           CRC-32, size and name of both
 // written under a temporary name, flushed and renamed, so that a kill at any moment leaves it whole or absent.
 
-static void remove_dir(const char *path) {
+static void empty_dir(const char *path) {
     DIR *dir = opendir(path);
     for (struct dirent *e; dir && (e = readdir(dir));) {
         if (strcmp(e->d_name, ".") == 0 || strcmp(e->d_name, "..") == 0) { continue; }
@@ -2376,6 +2380,9 @@ static void remove_dir(const char *path) {
         unlink(file);
     }
     if (dir) { closedir(dir); }
+}
+static void remove_dir(const char *path) {
+    empty_dir(path);
     rmdir(path);
 }
 
@@ -2952,9 +2959,13 @@ static void hf_export(const GPT *m, const char *where) {
     }
     if (old) { closedir(old); }
     char *code = needs_own_code(m) ? own_code_text() : NULL;
-    snprintf(fail_cleanup_dir, sizeof fail_cleanup_dir, "%s.export.tmp", dir);
-    remove_dir(fail_cleanup_dir); // what a kill has left
-    if (mkdir(fail_cleanup_dir, 0777) != 0) { FAIL("--export hf %s: cannot create %s: %s", dir, fail_cleanup_dir, strerror(errno)); }
+    snprintf(file, sizeof file, "%s.export.tmp", dir);
+    if (mkdir(file, 0777) != 0 && errno != EEXIST) { FAIL("--export hf %s: cannot create %s: %s", dir, file, strerror(errno)); }
+    int lock = open(file, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (lock < 0) { FAIL("--export hf %s: cannot open %s: %s", dir, file, strerror(errno)); }
+    if (flock(lock, LOCK_EX | LOCK_NB) != 0) { FAIL("--export hf %s: found another export at work on it, expected one at a time", dir); }
+    empty_dir(file); // what a kill has left
+    snprintf(fail_cleanup_dir, sizeof fail_cleanup_dir, "%s", file);
     snprintf(file, sizeof file, "%s/config.json", fail_cleanup_dir);
     hf_write_config(m, file);
     snprintf(file, sizeof file, "%s/modeling_scale_gpt.py", fail_cleanup_dir);
@@ -2974,6 +2985,7 @@ static void hf_export(const GPT *m, const char *where) {
     sync_dir(fail_cleanup_dir);
     if (rename(fail_cleanup_dir, dir) != 0) { FAIL("--export hf %s: cannot rename %s to it: %s", dir, fail_cleanup_dir, strerror(errno)); }
     fail_cleanup_dir[0] = '\0';
+    close(lock);
     char *slash = strrchr(dir, '/');
     snprintf(file, sizeof file, "%.*s", slash ? (int)(slash - dir) + 1 : 1, slash ? dir : ".");
     sync_dir(file);
@@ -3317,7 +3329,7 @@ static void print_estimate(GPT *m) {
     int64_t active = gpt_active_parameters(m);
     if (m->cfg.experts) { printf("%-12s %14lld  used by a token: %d of %d experts\n", "active", (long long)active, m->cfg.top_k, m->cfg.experts); }
     const char *model = m->cfg.model, *paper = model[0] ? find_preset(model_presets, COUNT(model_presets), model, strlen(model), "--model")->paper : NULL;
-    if (paper) { printf("%-12s %14s  the size of this model there, rounded%s\n", "paper", paper, m->cfg.experts ? ": total/active" : ""); }
+    if (paper && !given(&m->cfg, "layers") && !given(&m->cfg, "channels") && !given(&m->cfg, "experts")) { printf("%-12s %14s  the size of this model there, rounded%s\n", "paper", paper, m->cfg.experts ? ": total/active" : ""); }
     MemoryUse use = gpt_estimate_memory(m, m->cfg.batch, m->cfg.seq_len);
     const double MiB = 1 << 20;
     printf("memory, MiB  %14.1f  theta %.1f, theta~ %.1f, gradients %.1f, optimizer %.1f, activations %.1f, work space %.1f\n", (double)use.total / MiB,
