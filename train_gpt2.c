@@ -57,7 +57,7 @@ typedef REAL real;
 // Errors: one line on stderr that names the thing, what was found and what was expected.
 // Exit status 2: the command line is wrong. Exit status 1: a file, the environment or the training is.
 
-static char fail_cleanup_dir[4400]; // an unfinished checkpoint that a failure must not leave behind
+static char fail_cleanup_dir[4096]; // an unfinished checkpoint that a failure must not leave behind
 static void remove_dir(const char *path);
 
 __attribute__((noreturn, format(printf, 4, 5)))
@@ -2965,7 +2965,7 @@ static void hf_export(const GPT *m, const char *where) {
     if (lock < 0) { FAIL("--export hf %s: cannot open %s: %s", dir, file, strerror(errno)); }
     if (flock(lock, LOCK_EX | LOCK_NB) != 0) { FAIL("--export hf %s: found another export at work on it, expected one at a time", dir); }
     empty_dir(file); // what a kill has left
-    snprintf(fail_cleanup_dir, sizeof fail_cleanup_dir, "%s", file);
+    snprintf(fail_cleanup_dir, sizeof fail_cleanup_dir, "%s.export.tmp", dir);
     snprintf(file, sizeof file, "%s/config.json", fail_cleanup_dir);
     hf_write_config(m, file);
     snprintf(file, sizeof file, "%s/modeling_scale_gpt.py", fail_cleanup_dir);
