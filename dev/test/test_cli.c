@@ -692,11 +692,13 @@ Test(cli, full_disk) {
             char command[128];
             snprintf(command, sizeof command, "train %s --steps 80 --save-every %d", resume ? "--resume run" : "@ --out new", cases[i].save_every);
             const Result *r = run_limited(&limits, command);
-            cr_expect(r->status == 1, "%s: found status %d, expected 1", cases[i].what, r->status);
-            if (strncmp(r->err, "OMP: ", 5) == 0) { // LLVM's OpenMP keeps a file of its own, which the smallest limit hits first
+#ifdef __clang__ // LLVM's OpenMP keeps a mapped file of its own, and the smallest limit stops it before the program begins
+            if (cases[i].bytes < 1024 && (r->status == -SIGBUS || strncmp(r->err, "OMP: ", 5) == 0)) {
                 printf("SKIPPED: full disk, %s: the limit stops the OpenMP library before the program\n", cases[i].what);
                 continue;
             }
+#endif
+            cr_expect(r->status == 1, "%s: found status %d, expected 1", cases[i].what, r->status);
             cr_expect(holds_all(r->err, cases[i].words), "%s: found \"%s\", expected %s", cases[i].what, r->err, cases[i].words);
             cr_expect(strchr(r->err, '\n') == r->err + strlen(r->err) - 1, "%s: found \"%s\", expected one line", cases[i].what, r->err);
             char *left = listing(resume ? "run" : "new", NULL), *step = strstr(left, "step_");
