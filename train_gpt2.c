@@ -403,15 +403,13 @@ static void preset_apply(Config *cfg, const Preset *preset, enum Source source, 
         *value++ = '\0';
         int index = find_option(item);
         if (cfg->source[index] == FROM_FLAG) { continue; }
-        if (cfg->source[index] == source) { // two parts of --variant
-            char before[256], after[256];
-            option_text(cfg, index, before, sizeof before);
-            option_set(cfg, index, value, source, where);
-            if (strcmp(before, option_text(cfg, index, after, sizeof after)) != 0) {
-                USAGE("%s: its parts contradict each other: one sets --%s %s, another %s; expected parts that agree, or the flag itself", where, item, before, after);
-            }
-        }
+        int twice = cfg->source[index] == source; // by two parts of --variant
+        char before[256], after[256];
+        option_text(cfg, index, before, sizeof before);
         option_set(cfg, index, value, source, where);
+        if (twice && strcmp(before, option_text(cfg, index, after, sizeof after)) != 0) {
+            USAGE("%s: its parts contradict each other: one sets --%s %s, another %s; expected parts that agree, or the flag itself", where, item, before, after);
+        }
     }
     free(flags);
 }
@@ -3559,8 +3557,10 @@ static void settle_steps(GPT *m) {
     Config *cfg = &m->cfg;
     if (cfg->tokens_per_param == 0) { return; }
     int64_t vectors = 0; // not counted, so that all variants of a model train equally long
-    for (int i = 0; i < m->num_params; i++) { if (m->params[i].role >= ROLE_GAMMA_B && m->params[i].expert < 0) { vectors += m->params[i].cols; } }
-    for (int i = 0; i < m->num_params; i++) { if (m->params[i].role >= ROLE_GAMMA_B && m->params[i].expert == 0) { vectors += m->params[i].cols * cfg->top_k; } }
+    for (int i = 0; i < m->num_params; i++) {
+        const Param *p = &m->params[i];
+        if (p->role >= ROLE_GAMMA_B && p->expert <= 0) { vectors += p->cols * (p->expert < 0 ? 1 : cfg->top_k); } // all experts are alike
+    }
     double steps = ceil(cfg->tokens_per_param * (double)(gpt_active_parameters(m) - vectors) / ((double)cfg->total_batch * cfg->seq_len));
     const Option *o = &options[find_option("steps")];
     if (steps > o->high) { USAGE("--tokens-per-param: found %g, which makes %g steps, expected at most %g", cfg->tokens_per_param, steps, o->high); }
