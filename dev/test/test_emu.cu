@@ -807,6 +807,24 @@ Test(emu, nccl_abort_wakes_all) {
     cr_assert(ended == 0 && text.empty(), "%s", text.c_str());
 }
 
+Test(emu, devices_run_side_by_side) {
+    devices(8);
+    std::vector<std::thread> threads;
+    std::atomic<int> right{0};
+    for (int d = 0; d < 8; d++) {
+        threads.emplace_back([&, d] {
+            cudaSetDevice(d);
+            Device<float> in(std::vector<float>(7 * 300, (float)d)), out(7);
+            for (int i = 0; i < 20; i++) { sum_kernel<float, 128><<<7, 128>>>(out, in, 300); }
+            int current = -1;
+            cudaGetDevice(&current);
+            right += current == d && out.get() == std::vector<float>(7, 300.0f * d);
+        });
+    }
+    for (auto &t : threads) { t.join(); }
+    cr_assert(right == 8);
+}
+
 // ----------------------------------------------------------------------------------------------------
 // What the checker must catch, by the kernel's name
 
@@ -985,6 +1003,13 @@ Test(emu_catches, leaks) {
     cr_assert(ended == 7 && strstr(text.c_str(), "leak: 12345 bytes of device 0, allocated at dev/test/test_emu.cu:"), "%s", text.c_str());
     text = planted([] { { Device<float> x(5); } _exit(emu::check_leaks()); }, &ended);
     cr_assert(ended == 0 && text.empty());
+    text = planted([] {
+        setenv("CUDA_EMU_LEAKS", "1", 1);
+        float *x;
+        CHECK(cudaMalloc(&x, 54321));
+        exit(0);
+    }, &ended);
+    cr_assert(ended == 1 && strstr(text.c_str(), "leak: 54321 bytes"), "%d %s", ended, text.c_str());
 }
 Test(emu, same_bits_under_any_seed_and_poison) {
     std::vector<float> results[4];

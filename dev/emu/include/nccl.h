@@ -118,26 +118,19 @@ inline ncclResult_t arrive(ncclComm *comm, const char *what) {
                        return list;
                    });
 }
-// out[i] = op over the ranks of their element i
+// out[i] = op over the ranks of their element first + i
 template <typename T, typename Sum> void reduce_as(ncclComm *comm, void *out, size_t count, int op, size_t first) {
-    for (size_t i = 0; i < count; i++) {
-        Sum total = 0;
-        for (int r = 0; r < comm->world; r++) {
-            T t;
-            memcpy(&t, comm->meeting->slot(r).data + (first + i) * sizeof(T), sizeof(T));
-            Sum v = (Sum)t;
-            if (r == 0) { total = v; continue; }
-            switch (op) {
-            case ncclSum: case ncclAvg: total += v; break;
-            case ncclProd: total *= v; break;
-            case ncclMax: total = v > total ? v : total; break;
-            default: total = v < total ? v : total;
-            }
-        }
-        if (op == ncclAvg) { total /= (Sum)comm->world; }
-        T result = (T)total;
-        memcpy((char *)out + i * sizeof(T), &result, sizeof(T));
+    std::vector<Sum> total(count);
+    for (int r = 0; r < comm->world; r++) {
+        const T *theirs = (const T *)comm->meeting->slot(r).data + first;
+        auto each = [&](auto f) { for (size_t i = 0; i < count; i++) { total[i] = f(total[i], (Sum)theirs[i]); } };
+        if (r == 0) { each([](Sum, Sum v) { return v; }); }
+        else if (op == ncclProd) { each([](Sum a, Sum v) { return (Sum)(a * v); }); }
+        else if (op == ncclMax) { each([](Sum a, Sum v) { return v > a ? v : a; }); }
+        else if (op == ncclMin) { each([](Sum a, Sum v) { return v < a ? v : a; }); }
+        else { each([](Sum a, Sum v) { return (Sum)(a + v); }); }
     }
+    for (size_t i = 0; i < count; i++) { ((T *)out)[i] = (T)(op == ncclAvg ? (Sum)(total[i] / (Sum)comm->world) : total[i]); }
 }
 inline void reduce(ncclComm *comm, void *out, size_t count, int type, int op, size_t first = 0) {
     switch (type) {
