@@ -82,12 +82,16 @@ inline void ring(Meeting *m) {
     m->bell++;
     syscall(SYS_futex, &m->bell, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
+inline double seconds() {
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + t.tv_nsec * 1e-9;
+}
 // Sleeps until ready() or an abort or the timeout; who() names those that are missing.
 template <typename Ready, typename Who> ncclResult_t wait_in(ncclComm *comm, const char *what, Ready ready, Who who) {
     Meeting *m = comm->meeting;
     static const int64_t limit = setting("CUDA_EMU_NCCL_TIMEOUT", 60);
-    timespec begin, now_;
-    clock_gettime(CLOCK_MONOTONIC, &begin);
+    double begin = seconds();
     for (;;) {
         uint32_t heard = m->bell;
         if (m->aborted || comm->error) {
@@ -95,8 +99,7 @@ template <typename Ready, typename Who> ncclResult_t wait_in(ncclComm *comm, con
             return (ncclResult_t)comm->error.load();
         }
         if (ready()) { return ncclSuccess; }
-        clock_gettime(CLOCK_MONOTONIC, &now_);
-        if (now_.tv_sec - begin.tv_sec >= limit) {
+        if (seconds() - begin >= (double)limit) {
             fprintf(stderr, "emu: nccl: rank %d of %d waited %lld s in %s for %s\n", comm->rank, comm->world, (long long)limit, what, who().c_str());
             comm->error = ncclRemoteError;
             return ncclRemoteError;
