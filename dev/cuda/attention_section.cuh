@@ -41,6 +41,10 @@ __device__ static inline float tc_exp2(float x) {
 #endif
 }
 
+// The index of the warp. From a shuffle, so that the compiler knows it to be the same in all lanes, and keeps what follows
+// from it in registers that a warp has once, not once a lane.
+__device__ static inline int tc_warp() { return __shfl_sync(0xffffffff, (int)threadIdx.x / 32, 0); }
+
 // two floats, rounded, in one register; `low` comes first in memory
 __device__ static inline uint32_t tc_pack(float low, float high) {
     __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
@@ -59,9 +63,9 @@ template <int HS, int ROWS> __device__ static inline void tc_load_tile(bf16 *til
     constexpr int CHUNKS = HS / 8, PASS = TC_THREADS / CHUNKS;   // a pass of all threads copies PASS rows, a multiple of 8
     const int row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
     bf16 *dst = tc_at<HS>(tile, row, chunk);
-    src += (int64_t)row * stride + chunk * 8;
+    src += row * stride + chunk * 8;
     #pragma unroll
-    for (int r = 0; r < ROWS; r += PASS, src += (int64_t)PASS * stride) { cp_async_16(dst + r * HS, src, row + r < valid ? 16 : 0); }
+    for (int r = 0; r < ROWS; r += PASS, src += PASS * stride) { cp_async_16(dst + r * HS, src, row + r < valid ? 16 : 0); }
 }
 
 // The row that a lane names to ldmatrix, for the 16 x 16 block of a tile at (row0, column0), both multiples of 16: the four
@@ -135,7 +139,7 @@ template <int HS> __global__ void __launch_bounds__(TC_THREADS, 2) attention_for
     extern __shared__ __align__(16) unsigned char shared_memory[];
     constexpr int MT = TcForward<HS>::MT, ROWS = TcForward<HS>::ROWS, KT = HS / 16, NT = TC_STEP / 8;
     bf16 *sq = (bf16 *)shared_memory, *sk = sq + ROWS * HS, *sv = sk + TC_STEP * HS;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32, warp = tc_warp();
     const int h = blockIdx.y, b = blockIdx.z, t0 = (gridDim.x - 1 - blockIdx.x) * ROWS;     // longest first
     const int stride = (NH + 2 * KVH) * HS, C = NH * HS;
     const bf16 *q = qkv + (int64_t)b * T * stride + (int64_t)h * HS;
@@ -163,7 +167,7 @@ template <int HS> __global__ void __launch_bounds__(TC_THREADS, 2) attention_for
         }
         float s[MT][NT][4] = {};
         if (visible) {
-            #pragma unroll
+            #pragma unroll (TcForward<HS>::Q_IN_REGISTERS ? KT : 1) // with Q in shared memory more would spill
             for (int kt = 0; kt < KT; kt++) {
                 if (!TcForward<HS>::Q_IN_REGISTERS) {
                     #pragma unroll
@@ -303,8 +307,8 @@ template <int HS> __device__ static inline void tc_load_fixed(uint32_t fa[TcBack
     for (int m = 0; m < MT; m++) {
         #pragma unroll
         for (int kt = 0; kt < HS / 16; kt++) {
-            tc_load_a<HS>(fa[m][kt], tile, (threadIdx.x / 32 * MT + m) * 16, kt * 16);
-            tc_load_a<HS>(ga[m][kt], tile + ROWS * HS, (threadIdx.x / 32 * MT + m) * 16, kt * 16);
+            tc_load_a<HS>(fa[m][kt], tile, (tc_warp() * MT + m) * 16, kt * 16);
+            tc_load_a<HS>(ga[m][kt], tile + ROWS * HS, (tc_warp() * MT + m) * 16, kt * 16);
         }
     }
     __syncthreads();
@@ -352,7 +356,7 @@ template <int HS> __global__ void __launch_bounds__(TC_THREADS, 2) attention_bac
     constexpr int MT = TcBackward<HS>::MT, ROWS = TcBackward<HS>::ROWS, TILE = TC_STEP * HS;
     bf16 *tiles = (bf16 *)shared_memory;             // stage 0: Q, dO; stage 1: Q, dO
     float *stats = (float *)(tiles + 4 * TILE);      // stage 0: lse * log2(e) (64), D (64); stage 1 likewise
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, tid = threadIdx.x;
+    const int lane = threadIdx.x % 32, warp = tc_warp(), tid = threadIdx.x;
     const int kvh = blockIdx.y, b = blockIdx.z, s0 = blockIdx.x * ROWS, G = NH / KVH;
     const int stride = (NH + 2 * KVH) * HS, C = NH * HS;
     const int64_t kv = ((int64_t)b * T + s0) * stride + (int64_t)(NH + kvh) * HS;
@@ -435,7 +439,7 @@ template <int HS> __global__ void __launch_bounds__(TC_THREADS, 2) attention_bac
     extern __shared__ __align__(16) unsigned char shared_memory[];
     constexpr int MT = TcBackward<HS>::MT, ROWS = TcBackward<HS>::ROWS, TILE = TC_STEP * HS;
     bf16 *tiles = (bf16 *)shared_memory;             // stage 0: K, V; stage 1: K, V
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32, warp = tc_warp();
     const int h = blockIdx.y, b = blockIdx.z, t0 = (gridDim.x - 1 - blockIdx.x) * ROWS;     // longest first
     const int stride = (NH + 2 * KVH) * HS, C = NH * HS;
     const int64_t row0 = (int64_t)b * T;
