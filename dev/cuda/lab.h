@@ -4,7 +4,8 @@
 // the two can't drift apart. It first validates each version against the function of train_gpt2.c, over several shapes and
 // block sizes, and fails (status 1) on the first difference; then, on a GPU only, it times them.
 //
-// With a GPU:  nvcc -std=c++20 -O3 -arch=native dev/cuda/NAME.cu -o NAME -lcublasLt -lnccl -lcjson -lz && ./NAME
+// With a GPU:  nvcc -std=c++20 -O3 -arch=native -Xcompiler -fopenmp dev/cuda/NAME.cu -o NAME -lcublasLt -lnccl -lcjson -lpcre2-8 -lz
+//              ./NAME
 // Without:     make build/lab/NAME && build/lab/NAME        (dev/emu: validates, doesn't time);  all labs: make labs
 // Included after train_gpt2.cu.
 #pragma once
