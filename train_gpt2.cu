@@ -39,7 +39,7 @@ static_assert(sizeof(real) == sizeof(float), "theta is fp32 on the GPU");
 #define CUDA_CHECK(call) do { cudaError_t status_ = (call); \
     if (status_ != cudaSuccess) { FAIL("%s: %s: %s", #call, cudaGetErrorName(status_), cudaGetErrorString(status_)); } } while (0)
 #define CUBLAS_CHECK(call) do { cublasStatus_t status_ = (call); \
-    if (status_ != CUBLAS_STATUS_SUCCESS) { FAIL("%s: cuBLAS status %d", #call, (int)status_); } } while (0)
+    if (status_ != CUBLAS_STATUS_SUCCESS) { FAIL("%s: %s", #call, cublasLtGetStatusString(status_)); } } while (0)
 #define NCCL_CHECK(call) do { ncclResult_t status_ = (call); \
     if (status_ != ncclSuccess) { FAIL("%s: %s", #call, ncclGetErrorString(status_)); } } while (0)
 #define LAUNCHED() CUDA_CHECK(cudaGetLastError()) // follows each <<<>>>
@@ -438,10 +438,9 @@ __global__ void __launch_bounds__(256) map_backward_kernel(float *grads, float *
                 auto g = load<4>(gamma + map.gamma_b + c);
                 for (int i = 0; i < 4; i++) { b[i] = g[i]; }
             }
-            #pragma unroll
             for (int k = 0; k < MAP_ROWS / 8; k++) {
                 int64_t r = row0 + warp + 8 * k;
-                if (r >= map.rows) { break; }
+                if (r >= map.rows) { continue; }
                 auto g = load<4>(grads + map.eff + r * map.ld + c), w = load<4>(theta + map.w + r * map.ld + c);
                 float a = map.gamma_a < 0 ? 1 : gamma[map.gamma_a + r];
                 Packed<float, 4> out = {};
@@ -571,7 +570,7 @@ static Plan plan_product(Gpu *gpu, const PlanKey &key) {
     int count = 0;
     cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(gpu->blas, plan.product, plan.b, plan.a, plan.c, plan.c, wish, 1, &found, &count);
     if (status != CUBLAS_STATUS_SUCCESS || count == 0) {
-        FAIL("cuBLAS has no algorithm for a product (%lld,%lld) x (%lld,%lld): status %d", (long long)key.M, (long long)key.K, (long long)key.K, (long long)key.N, (int)status);
+        FAIL("cuBLAS has no algorithm for a product (%lld,%lld) x (%lld,%lld): %s", (long long)key.M, (long long)key.K, (long long)key.K, (long long)key.N, cublasLtGetStatusString(status));
     }
     CUBLAS_CHECK(cublasLtMatmulPreferenceDestroy(wish));
     plan.algorithm = found.algo;
@@ -1448,7 +1447,7 @@ template <typename F> __global__ void __launch_bounds__(256) router_backward_ker
 // 5. The model.
 
 static void *arena_bytes(Arena *a, int64_t bytes) {
-    size_t at = a->used;
+    [[maybe_unused]] size_t at = a->used;
     a->used += (size_t)round_up(bytes, 256);
     if (!a->base || bytes == 0) { return NULL; }
 #ifdef CUDA_EMU
