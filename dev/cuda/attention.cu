@@ -2,8 +2,8 @@
 //
 // forward 1   as the formula reads: a kernel for S = a Q K^T, one for the softmax of its rows, one for P V. S and P, T x T
 //             a head, travel through memory: 12 T^2 bytes where 8 T HS would do
-// forward 2   train_gpt2.cu's plain kernel: one block a tile of query rows, online softmax, so S never leaves the chip; sums
-//             on CUDA cores, every factor read from shared memory
+// forward 2   train_gpt2.cu's plain kernel: one block a tile of query rows, a warp a row, online softmax, so S never leaves
+//             the chip; sums on CUDA cores, every factor read from shared memory
 // forward 3   tensor cores: 16 rows a warp, S and P in registers. Tiles are copied by plain loads and stores, and
 //             lie row after row in shared memory, so that the eight rows that ldmatrix reads at once share four banks
 // forward 4   train_gpt2.cu's: 32 rows a warp, swizzled tiles, copies that run while it computes
@@ -232,13 +232,13 @@ static std::vector<float> part_of(Shape x, const std::vector<float> &dqkv, int p
 
 static void forward(int version, bf16 *out, float *lse, const bf16 *qkv, float *square, Shape x, int block) {
     if (version == 1) { forward1(out, lse, qkv, square, x, block); }
-    if (version == 2) { gpu::attention_forward_plain(out, lse, qkv, x.B, x.T, x.NH, x.KVH, x.HS, 0); }
+    if (version == 2) { gpu::attention_forward_plain(lab::device(), out, lse, qkv, x.B, x.T, x.NH, x.KVH, x.HS); }
     if (version == 3) { forward3(out, lse, qkv, x); }
     if (version == 4) { gpu::attention_forward_tc(out, lse, qkv, x.B, x.T, x.NH, x.KVH, x.HS, 0); }
 }
 static void backward(int version, bf16 *dqkv, float *D, const bf16 *dout, const bf16 *qkv, const bf16 *out, const float *lse, float *square, Shape x, int block) {
     if (version == 1) { backward1(dqkv, dout, qkv, out, lse, square, square + (int64_t)x.B * x.NH * x.T * x.T, x, block); }
-    if (version == 2) { gpu::attention_backward_plain(dqkv, D, dout, qkv, out, lse, x.B, x.T, x.NH, x.KVH, x.HS, 0); }
+    if (version == 2) { gpu::attention_backward_plain(lab::device(), dqkv, D, dout, qkv, out, lse, x.B, x.T, x.NH, x.KVH, x.HS); }
     if (version == 3) { gpu::attention_backward_tc(dqkv, D, dout, qkv, out, lse, x.B, x.T, x.NH, x.KVH, x.HS, 0); }
 }
 
