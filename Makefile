@@ -35,7 +35,7 @@ HEADERS = data/tokenizer.h
 SANITIZE = -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g
 
 .PHONY: all demo theory data test bench roofline check-export test-sanitize sanitized-tests clean
-.PHONY: all demo theory data test test-emu bench check-export test-sanitize sanitized-tests clean
+.PHONY: test-emu labs
 .DELETE_ON_ERROR:
 all: train_gpt2 data/tokenize data/synth
 
@@ -81,7 +81,7 @@ test: all $(TESTS) $(EMU_TESTS)
 # CUDA sources without a GPU: dev/emu/transform mirrors a .cu, and every .cu it includes, into $(BUILD)/emu/src, and a
 # C++ compiler takes them from there. A test of the GPU code is a line in EMU_TESTS and a file dev/test/NAME.cu.
 CXX      ?= c++
-EMU_TESTS = $(BUILD)/emu/test_emu
+EMU_TESTS = $(BUILD)/emu/test_emu $(BUILD)/emu/test_attention
 EMU_FLAGS = -std=c++20 -Wall -Wextra -Wno-unused-function -Wno-unknown-pragmas -fno-math-errno -fno-trapping-math -DCUDA_EMU -Idev/emu/include -iquote . $(OPENMP)
 EMU_OPT  ?= -O2 -g $(filter -march=% -mcpu=%,$(CFLAGS))
 EMU_SOURCES = dev/emu/transform $(wildcard dev/emu/include/*.h *.cu dev/cuda/*.cu dev/cuda/*.cuh dev/test/*.cuh)
@@ -90,6 +90,15 @@ test-emu: $(EMU_TESTS)
 $(BUILD)/emu/%: dev/test/%.cu $(EMU_SOURCES) train_gpt2.c $(HEADERS) Makefile | $(BUILD)
 	dev/emu/transform $< $(BUILD)/emu/src
 	$(CXX) $(EMU_FLAGS) $(EMU_OPT) -x c++ $(BUILD)/emu/src/$< -x none -o $@ $(LDFLAGS) -lcriterion -lboost_context $(LDLIBS)
+
+# The kernel labs (dev/cuda/lab.h), in the emulation: each version of each kernel against the CPU.
+LABS = $(patsubst dev/cuda/%.cu,$(BUILD)/lab/%,$(wildcard dev/cuda/*.cu))
+labs: $(LABS)
+	@for lab in $(LABS); do $$lab || exit 1; done
+$(BUILD)/lab/%: dev/cuda/%.cu dev/cuda/lab.h $(EMU_SOURCES) train_gpt2.c $(HEADERS) Makefile | $(BUILD)
+	@mkdir -p $(@D)
+	dev/emu/transform $< $(BUILD)/emu/src
+	$(CXX) $(EMU_FLAGS) $(EMU_OPT) -x c++ $(BUILD)/emu/src/$< -x none -o $@ $(LDFLAGS) -lboost_context $(LDLIBS)
 
 # AddressSanitizer and UBSan over the same tests, with a sanitized train_gpt2 under test_cli; then valgrind, where
 # it is installed, on a short training run. Criterion's own leaks keep leak checking for valgrind.
