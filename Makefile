@@ -2,6 +2,7 @@
 # make demo       the paper's idea in a few minutes: baseline against unified on a synthetic language
 # make test       all tests          make test-sanitize   the same under AddressSanitizer and UBSan, and valgrind
 # make check-export  exported models against Transformers, where it is installed (PYTHON=python3)
+# make test-emu   the CUDA file and dev/emu's own tests, without a GPU (dev/emu/README.md); part of make test
 # make bench      speed against OpenBLAS and PyTorch, parts of a step, memory (BENCH_FLAGS=--quick: about a minute)
 # make theory     the theorems of the paper, by numbers from this code
 # make data       the synthetic corpus that train_gpt2 reads by default
@@ -32,7 +33,7 @@ override CFLAGS += $(OPENMP)
 HEADERS = data/tokenizer.h
 SANITIZE = -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g
 
-.PHONY: all demo theory data test bench check-export test-sanitize sanitized-tests clean
+.PHONY: all demo theory data test test-emu bench check-export test-sanitize sanitized-tests clean
 .DELETE_ON_ERROR:
 all: train_gpt2 data/tokenize data/synth
 
@@ -72,16 +73,29 @@ $(BUILD)/test_theory: dev/test/test_theory.c $(wildcard dev/theory/*.[ch]) train
 $(BUILD)/test_%: dev/test/test_%.c train_gpt2.c data/synth.c data/tokenize.c $(HEADERS) Makefile | $(BUILD)
 	$(CC) $(CFLAGS) $< -o $@ $(LDFLAGS) -lcriterion $(LDLIBS)
 
-test: all $(TESTS)
-	@dev/test/run.sh $(TESTS)
+test: all $(TESTS) $(EMU_TESTS)
+	@dev/test/run.sh $(TESTS) $(EMU_TESTS)
+
+# CUDA sources without a GPU: dev/emu/transform mirrors a .cu, and every .cu it includes, into $(BUILD)/emu/src, and a
+# C++ compiler takes them from there. A test of the GPU code is a line in EMU_TESTS and a file dev/test/NAME.cu.
+CXX      ?= c++
+EMU_TESTS = $(BUILD)/emu/test_emu
+EMU_FLAGS = -std=c++20 -Wall -Wextra -fno-math-errno -fno-trapping-math -DCUDA_EMU -Idev/emu/include -iquote . $(OPENMP)
+EMU_OPT  ?= -O2 -g $(filter -march=% -mcpu=%,$(CFLAGS))
+EMU_SOURCES = dev/emu/transform $(wildcard dev/emu/include/*.h *.cu dev/cuda/*.cu dev/cuda/*.cuh)
+test-emu: $(EMU_TESTS)
+	@dev/test/run.sh $(EMU_TESTS)
+$(BUILD)/emu/%: dev/test/%.cu $(EMU_SOURCES) train_gpt2.c $(HEADERS) Makefile | $(BUILD)
+	dev/emu/transform $< $(BUILD)/emu/src
+	$(CXX) $(EMU_FLAGS) $(EMU_OPT) -x c++ $(BUILD)/emu/src/$< -x none -o $@ $(LDFLAGS) -lcriterion -lboost_context $(LDLIBS)
 
 # AddressSanitizer and UBSan over the same tests, with a sanitized train_gpt2 under test_cli; then valgrind, where
 # it is installed, on a short training run. Criterion's own leaks keep leak checking for valgrind.
 test-sanitize: all
-	$(MAKE) BUILD=$(BUILD)/sanitize CFLAGS="-O1 $(SANITIZE)" sanitized-tests
-	ASAN_OPTIONS=detect_leaks=0 TRAIN=$(BUILD)/sanitize/train_gpt2 dev/test/run.sh $(TESTS:$(BUILD)/%=$(BUILD)/sanitize/%)
+	$(MAKE) BUILD=$(BUILD)/sanitize CFLAGS="-O1 $(SANITIZE)" EMU_OPT="-O1 $(SANITIZE)" sanitized-tests
+	ASAN_OPTIONS=detect_leaks=0 TRAIN=$(BUILD)/sanitize/train_gpt2 dev/test/run.sh $(patsubst $(BUILD)/%,$(BUILD)/sanitize/%,$(TESTS) $(EMU_TESTS))
 	BUILD=$(BUILD) dev/test/valgrind.sh
-sanitized-tests: $(BUILD)/train_gpt2 $(TESTS)
+sanitized-tests: $(BUILD)/train_gpt2 $(TESTS) $(EMU_TESTS)
 $(BUILD)/train_gpt2: train_gpt2.c $(HEADERS) Makefile | $(BUILD)
 	$(CC) $(CFLAGS) $< -o $@ $(LDFLAGS) $(LDLIBS)
 
