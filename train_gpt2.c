@@ -106,8 +106,9 @@ enum { REPARAM_NONE, REPARAM_OR, REPARAM_ER };          // eq. 8, eq. 9
 enum { WD_ALL, WD_NONE, WD_INPUT, WD_OUTPUT };          // which scale vectors decay; IWD is WD_INPUT
 enum { OPTIMIZER_ADAMW, OPTIMIZER_MUON, OPTIMIZER_SGD };
 enum { SCHEDULE_COSINE, SCHEDULE_WSD, SCHEDULE_LINEAR, SCHEDULE_CONSTANT };
+enum { PRECISION_AUTO, PRECISION_FP32, PRECISION_BF16 };
 
-#define MAX_OPTIONS 64
+#define MAX_OPTIONS 80
 typedef struct Config {
     const char *model, *variant;                        // presets over the fields below
     int layers, channels, heads, kv_heads, hidden, seq_len, vocab, tie_embeddings, qk_norm, post_norm;
@@ -122,6 +123,7 @@ typedef struct Config {
     int64_t save_every, keep, val_every, val_batches, sample_every, sample, stop_at;
     double temperature;
     int sample_top_k, threads, estimate, help;
+    int precision, gpus, zero, recompute, check;
     unsigned char source[MAX_OPTIONS];                  // who set each option: enum Source
 } Config;
 enum Source { FROM_DEFAULT, FROM_CHECKPOINT, FROM_MODEL, FROM_VARIANT, FROM_FLAG };
@@ -208,6 +210,12 @@ static const Option options[] = {
     {NULL, "threads", TYPE_INT, LOCAL, AT(threads), "0", 0, 4096, NULL, "OpenMP threads; 0: all cores"},
     {NULL, "estimate", TYPE_SWITCH, LOCAL, AT(estimate), "off", 0, 0, "off|on", "print parameters, memory and FLOPs, and stop before anything is allocated"},
     {NULL, "help", TYPE_SWITCH, LOCAL, AT(help), "off", 0, 0, "off|on", "print this help"},
+
+    {"GPU: flags of train_gpt2cu", "precision", TYPE_CHOICE, LOCAL, AT(precision), "auto", 0, 0, "auto|fp32|bf16", "of effective weights and activations; auto: bf16 on a GPU, fp32 on a CPU"},
+    {NULL, "gpus", TYPE_INT, LOCAL, AT(gpus), "1", 0, 1024, NULL, "GPUs to train on; 0: all there are"},
+    {NULL, "zero", TYPE_INT, LOCAL, AT(zero), "0", 0, 1, NULL, "1: each GPU owns a part of theta and of the optimizer's state"},
+    {NULL, "recompute", TYPE_INT, LOCAL, AT(recompute), "0", 0, 2, NULL, "activations made again in the backward pass instead of kept; 1: norms and SwiGLU, 2: all of a block but its input"},
+    {NULL, "check", TYPE_SWITCH, LOCAL, AT(check), "off", 0, 0, "off|on", "don't train: compare one step with the CPU's, tensor by tensor"},
 };
 enum { NUM_OPTIONS = sizeof options / sizeof options[0] };
 
@@ -651,6 +659,7 @@ typedef struct GPT {
     int accumulate;                 // 0 in the first backward after gpt_zero_grad: gradients of matrices are written, then added to
     double grad_scale;              // of the last forward: the weight of a token's loss
     double balance_loss, z_loss;    // of the last forward: sums over layers, without their weights
+    void *device;                   // what a GPU keeps of this model (train_gpt2.cu)
     int64_t *expert_tokens;         // (L,E) tokens that went to each expert since they were last set to 0
 } GPT;
 
@@ -2256,6 +2265,26 @@ static void optimizer_step(GPT *m, int64_t step, double lr, double grad_scale) {
     }
 }
 
+// The machine that computes: what sections 8 to 10 call. This table is of the functions above, which work in the memory
+// of the host; train_gpt2.cu brings its own. Files are read to and written from theta and moments of the host.
+typedef struct Run Run;
+typedef struct Machine {
+    void (*check_options)(const Config *cfg);                // refuses what it can't do
+    MemoryUse (*estimate_memory)(GPT *m, int64_t B, int64_t T);
+    void (*allocate)(GPT *m, int64_t B, int64_t T);
+    void (*to_device)(GPT *m), (*to_host)(GPT *m);           // copy theta and moments, where it has a memory of its own
+    void (*reparameterize_forward)(GPT *m);
+    double (*forward)(GPT *m, const int32_t *inputs, const int32_t *targets, int B, int T, double grad_scale);
+    void (*logits)(GPT *m, real *logits, int64_t rows);
+    void (*update)(GPT *m, Run *run, int64_t step, double lr); // one step: gradient, its norm, new theta and theta~
+    int (*check)(GPT *m, Run *run);                          // --check: 0 where it agrees with the CPU
+} Machine;
+static void cpu_options(const Config *cfg);
+static void train_update(GPT *m, Run *run, int64_t step, double lr);
+static void host_is_device(GPT *m) { (void)m; }
+static const Machine cpu_machine = {cpu_options, gpt_estimate_memory, gpt_allocate, host_is_device, host_is_device, reparameterize_forward, gpt_forward, gpt_logits, train_update, NULL};
+static const Machine *machine = &cpu_machine;
+
 // ----------------------------------------------------------------------------------------------------
 // 7. Data: token shards as one long stream, cut into windows of T+1 tokens at a stride of T.
 //
@@ -2580,7 +2609,7 @@ static int checkpoint_list(const char *out, int64_t **steps) {
     if (!dir) { return -1; }
     int count = 0;
     *steps = NULL;
-    for (struct dirent *e; (e = readdir(dir));) {
+    for (struct dirent *e; (e = readdir(dir)) != NULL;) {
         if (!is_checkpoint_name(e->d_name)) { continue; }
         *steps = (int64_t *)realloc(*steps, (size_t)(count + 1) * sizeof(int64_t));
         if (!*steps) { FAIL("out of memory"); }
@@ -2802,13 +2831,13 @@ static void csv_close(CsvFile *csv) {
 // comes out again bit by bit; of all other variants W~ is written, and those vectors are 1.
 // Rows of q and k keep their order: RoPE turns x[i] and x[i + HS/2] here and there.
 
-static const struct { const char *key, *option, *why; } hf_sizes[] = {
+static const struct HfSize { const char *key, *option, *why; } hf_sizes[] = {
     {"num_hidden_layers", "layers", ""}, {"hidden_size", "channels", ""}, {"num_attention_heads", "heads", ""}, {"num_key_value_heads", "kv-heads", ""},
     {"intermediate_size", "hidden", ""}, {"vocab_size", "vocab", ": tokens have 16 bits"}, {"max_position_embeddings", "seq-len", ""},
 };
 
 // What a Llama's config.json may say beside sizes. `missing`: what it means to leave the key out.
-static const struct { const char *key, *accepted, *missing, *why; } hf_settings[] = {
+static const struct HfSetting { const char *key, *accepted, *missing, *why; } hf_settings[] = {
     {"model_type", "\"llama\"", "null", "the model is a Llama"},
     {"hidden_act", "\"silu\"", "\"silu\"", "the FFN is SwiGLU"},
     {"attention_bias", "false", "false", "linear maps have no bias"},
@@ -2946,7 +2975,7 @@ static char *read_text_file(const char *path) {
 static char *own_code_text(void) {
     char path[4400] = "", program[4096] = "./train_gpt2";
     if (readlink("/proc/self/exe", program, sizeof program - 1) < 0) { strcpy(program, "./train_gpt2"); } // not Linux: from here
-    for (char *slash; (slash = strrchr(program, '/'));) {
+    for (char *slash; (slash = strrchr(program, '/')) != NULL;) {
         *slash = '\0';
         snprintf(path, sizeof path, "%s/dev/hf/modeling_scale_gpt.py", program);
         if (access(path, R_OK) == 0) { return read_text_file(path); }
@@ -3135,7 +3164,7 @@ static float half_value(uint16_t bits) { // sign, 5 bits of exponent, 10 of frac
 
 // Reads a tensor of any float type that Hugging Face writes.
 static void hf_read(const SafeFile *f, const Tensor *t) {
-    static const struct { const char *name; int bytes; } types[] = {{"F32", 4}, {"BF16", 2}, {"F16", 2}, {"F64", 8}};
+    static const struct Type { const char *name; int bytes; } types[] = {{"F32", 4}, {"BF16", 2}, {"F16", 2}, {"F64", 8}};
     const cJSON *entry = cJSON_GetObjectItemCaseSensitive(f->header, t->name), *shape = cJSON_GetObjectItemCaseSensitive(entry, "shape");
     const cJSON *dtype = cJSON_GetObjectItemCaseSensitive(entry, "dtype"), *offsets = cJSON_GetObjectItemCaseSensitive(entry, "data_offsets");
     if (!entry) { FAIL("%s: found no tensor %s, expected it: the index says so", f->path, t->name); }
@@ -3263,8 +3292,8 @@ static void sample_print(GPT *m, const Tokenizer *tokenizer, int64_t count, uint
     printf("%s", cfg->prompt);
     for (int64_t i = 0; i < count; i++, n++) {
         int T = n < cfg->seq_len ? (int)n : cfg->seq_len, length = 0;
-        gpt_forward(m, tokens + n - T, NULL, 1, T, 0);
-        gpt_logits(m, logits, 1);
+        machine->forward(m, tokens + n - T, NULL, 1, T, 0);
+        machine->logits(m, logits, 1);
         tokens[n] = sample_token(logits, logits + cfg->vocab, cfg->vocab, cfg->temperature, cfg->sample_top_k, random_uniform(stream + (uint64_t)i));
         if (tokens[n] == tokenizer->eot) { printf("\n"); continue; }
         const char *text = tokenizer_decode(tokenizer, tokens[n], &length);
@@ -3337,7 +3366,7 @@ static void print_estimate(GPT *m) {
     if (m->cfg.experts) { printf("%-12s %14lld  used by a token: %d of %d experts\n", "active", (long long)active, m->cfg.top_k, m->cfg.experts); }
     const char *model = m->cfg.model, *paper = model[0] ? find_preset(model_presets, COUNT(model_presets), model, strlen(model), "--model")->paper : NULL;
     if (paper && !given(&m->cfg, "layers") && !given(&m->cfg, "channels") && !given(&m->cfg, "experts")) { printf("%-12s %14s  the size of this model there, rounded%s\n", "paper", paper, m->cfg.experts ? ": total/active" : ""); }
-    MemoryUse use = gpt_estimate_memory(m, m->cfg.batch, m->cfg.seq_len);
+    MemoryUse use = machine->estimate_memory(m, m->cfg.batch, m->cfg.seq_len);
     const double MiB = 1 << 20;
     printf("memory, MiB  %14.1f  theta %.1f, theta~ %.1f, gradients %.1f, optimizer %.1f, activations %.1f, work space %.1f\n", (double)use.total / MiB,
            (double)use.theta / MiB, (double)use.effective / MiB, (double)use.grads / MiB, (double)use.moments / MiB, (double)use.activations / MiB, (double)use.work / MiB);
@@ -3368,20 +3397,21 @@ static double validate(GPT *m, const DataLoader *val) {
     for (int64_t at = 0; at < sequences; at += B) {
         int64_t rows = sequences - at < B ? sequences - at : B;
         for (int64_t b = 0; b < rows; b++) { loader_read(val, at + b, m->inputs + b * T, m->targets + b * T, m->cfg.vocab); }
-        sum += gpt_forward(m, m->inputs, m->targets, (int)rows, (int)T, 0) * (double)rows;
+        sum += machine->forward(m, m->inputs, m->targets, (int)rows, (int)T, 0) * (double)rows;
     }
     return sum / (double)sequences;
 }
 
-typedef struct Run {
+struct Run {
     DataLoader data, val;
     int has_val, has_tokenizer, terminal;
     Tokenizer tokenizer;
     TrainState state;
     CsvFile metrics, timing;
-    double balance_loss, z_loss; // of the last step's gradient: mean over micro-batches
+    double loss, norm;       // of the last step, and of its gradient
+    double balance_loss, z_loss; // likewise: means over micro-batches
     double last_ms;          // smoothed time of a step, for the ETA
-} Run;
+};
 
 // Gradient of one step over --total-batch sequences, in micro-batches. Returns the mean loss.
 static double train_gradient(GPT *m, Run *run) {
@@ -3401,6 +3431,16 @@ static double train_gradient(GPT *m, Run *run) {
     }
     reparameterize_backward(m);
     return loss;
+}
+
+// One step. A loss or norm that isn't finite leaves theta as it was.
+static void train_update(GPT *m, Run *run, int64_t step, double lr) {
+    double clip = m->cfg.grad_clip;
+    run->loss = train_gradient(m, run);
+    run->norm = gradient_norm(m);
+    if (!isfinite(run->loss) || !isfinite(run->norm)) { return; }
+    optimizer_step(m, step, lr, clip > 0 && run->norm > clip ? clip / run->norm : 1);
+    reparameterize_forward(m);
 }
 
 static void format_duration(double s, char *out, size_t size) {
@@ -3445,17 +3485,14 @@ static void train_step(GPT *m, Run *run) {
     const Config *cfg = &m->cfg;
     int64_t step = run->state.step + 1, tokens = (int64_t)cfg->total_batch * cfg->seq_len;
     double begin = seconds(), lr = learning_rate(cfg, step - 1);
-    double loss = train_gradient(m, run);
-    char *moe_columns = moe_text(m, run);
-    double norm = gradient_norm(m);
+    machine->update(m, run, step, lr);
+    double loss = run->loss, norm = run->norm;
     if (!isfinite(loss) || !isfinite(norm)) {
         int64_t *steps = NULL;
         int count = checkpoint_list(cfg->out, &steps);
         FAIL("found loss %g and gradient norm %g at step %lld, expected finite numbers; the last good checkpoint is %s", fabs(loss), fabs(norm), (long long)step,
              count > 0 ? text_format("%s/step_%08lld", cfg->out, (long long)steps[count - 1]) : "none");
     }
-    optimizer_step(m, step, lr, cfg->grad_clip > 0 && norm > cfg->grad_clip ? cfg->grad_clip / norm : 1);
-    reparameterize_forward(m);
     run->state.step = step;
     run->state.sequences += cfg->total_batch;
     double ms = 1000 * (seconds() - begin), val_loss = NAN;
@@ -3463,6 +3500,7 @@ static void train_step(GPT *m, Run *run) {
     if (run->has_val && (step == cfg->steps || (cfg->val_every > 0 && step % cfg->val_every == 0))) { val_loss = validate(m, &run->val); }
     fprintf(run->metrics.file, "%lld,%lld,%.9g,%.9g,", (long long)step, (long long)(run->state.sequences * cfg->seq_len), lr, loss);
     if (!isnan(val_loss)) { fprintf(run->metrics.file, "%.9g", val_loss); }
+    char *moe_columns = moe_text(m, run);
     fprintf(run->metrics.file, ",%.9g%s\n", norm, moe_columns);
     free(moe_columns);
     fprintf(run->timing.file, "%lld,%.3f,%.1f\n", (long long)step, ms, (double)tokens / ms * 1000);
@@ -3500,7 +3538,7 @@ static void train(GPT *m, Run *run) {
         train_step(m, run);
         int64_t step = run->state.step;
         int last = step == end || stop_signal;
-        if (last || (cfg->save_every > 0 && step % cfg->save_every == 0)) { checkpoint_save(m, cfg->out, &run->state); }
+        if (last || (cfg->save_every > 0 && step % cfg->save_every == 0)) { machine->to_host(m); checkpoint_save(m, cfg->out, &run->state); }
         if (cfg->sample_every > 0 && step % cfg->sample_every == 0) {
             printf("%ssample: ", run->terminal ? "\n" : "");
             sample_print(m, &run->tokenizer, 100, random_u64((uint64_t)cfg->seed + ((uint64_t)step << 20)));
@@ -3576,8 +3614,18 @@ static void settle_steps(GPT *m) {
     cfg->steps = steps < 1 ? 1 : (int64_t)steps;
 }
 
-#ifndef TESTING
-int main(int argc, char **argv) {
+static void cpu_options(const Config *cfg) {
+    static const char *const of_gpus[] = {"precision", "gpus", "zero", "recompute", "check"};
+    for (int i = 0; i < COUNT(of_gpus); i++) {
+        int index = find_option(of_gpus[i]);
+        char text[64];
+        if (!given(cfg, of_gpus[i]) || strcmp(option_text(cfg, index, text, sizeof text), options[index].initial) == 0) { continue; }
+        if (options[index].offset == AT(precision) && cfg->precision == PRECISION_FP32) { continue; } // what this program does
+        USAGE("--%s: found %s, expected %s: this program computes on the CPU, and other values need train_gpt2cu", of_gpus[i], text, options[index].initial);
+    }
+}
+
+static int train_main(int argc, char **argv) {
     static Config cfg;
     static GPT model;
     static Run run;
@@ -3598,7 +3646,9 @@ int main(int argc, char **argv) {
     presets_apply(&cfg);
     if (cfg.import_dir[0]) { hf_read_config(&cfg); }
     config_resolve(&cfg);
+    machine->check_options(&cfg);
     int training = cfg.sample == 0 && !cfg.export_dir[0];
+    if (cfg.export_dir[0]) { machine = &cpu_machine; } // it reads theta~ in the memory of the host
     if (cfg.resume[0]) { checkpoint_check_config(&model_file, &cfg); }
 #ifdef _OPENMP
     if (cfg.threads > 0) { omp_set_num_threads(cfg.threads); }
@@ -3618,14 +3668,16 @@ int main(int argc, char **argv) {
     if (training && cfg.resume[0] && run.state.fingerprint != run.data.fingerprint) {
         FAIL("--data %s: found other tokens than the checkpoint %s was trained on, expected the same: the data order would change", cfg.data, checkpoint);
     }
-    gpt_allocate(&model, training ? cfg.batch : 1, cfg.export_dir[0] ? 1 : cfg.seq_len);
-    if (training) {
+    machine->allocate(&model, training ? cfg.batch : 1, cfg.export_dir[0] ? 1 : cfg.seq_len);
+    if (training && !cfg.check) {
         if (same_folder(cfg.out, run_folder)) { lock_out(cfg.out); } else { prepare_out(&cfg); }
     }
     if (cfg.resume[0]) { checkpoint_load(&model, checkpoint, &model_file, training); safetensors_close(&model_file); }
     else if (cfg.import_dir[0]) { hf_import(&model, cfg.import_dir); }
     else { gpt_init(&model); }
-    reparameterize_forward(&model);
+    machine->to_device(&model);
+    machine->reparameterize_forward(&model);
+    if (cfg.check) { int differs = machine->check(&model, &run); finish(); return differs; }
     if (cfg.export_dir[0]) { hf_export(&model, cfg.export_dir); return finish(); }
     if (cfg.sample > 0) { sample_print(&model, &run.tokenizer, cfg.sample, random_u64((uint64_t)cfg.seed)); return finish(); }
     run.state.fingerprint = run.data.fingerprint;
@@ -3639,4 +3691,7 @@ int main(int argc, char **argv) {
     loader_close(&run.val);
     return finish();
 }
+
+#ifndef TESTING
+int main(int argc, char **argv) { return train_main(argc, argv); }
 #endif
