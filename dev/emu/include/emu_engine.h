@@ -90,6 +90,7 @@ struct Engine {
         sigaltstack(nullptr, &before);
         if (before.ss_flags & SS_DISABLE) { sigaltstack(&stack, nullptr); }
         if (shared == MAP_FAILED) { fail("out of memory for shared memory"); }
+        EMU_HIDE(shared, bytes);
     }
     ~Engine() {
         stack_t none = {}, before;
@@ -375,7 +376,7 @@ inline void run_block() {
     Engine &e = *engine;
     static std::atomic<uint64_t> serial{0};
     e.block_serial = ++serial;
-    EMU_HIDE(e.shared, round_up(e.shared_used, 8));
+    EMU_HIDE(e.shared, round_up(e.shared_used, 8)); // what the last block has used; the rest is hidden
     e.shared_parts.clear();
     e.shared_used = e.shared_static = 0;
     e.dynamic = (char *)shared_part(e.shared_dynamic, 16);
