@@ -2161,7 +2161,7 @@ template <typename F> static void muon_update(Model<F> *m, double lr) {
     }
     for (auto &[shape, matrices] : shapes) {
         MuonShape s(shape.first, shape.second);
-        int64_t most = (int64_t)m->work_bytes / (muon_bytes(s.r, s.c, sizeof(F)) + (int64_t)sizeof(MuonMatrix));
+        int64_t most = (int64_t)m->work_bytes / muon_bytes(s.r, s.c, sizeof(F));
         for (size_t first = 0; first < matrices.size(); first += (size_t)most) {
             int64_t batch = at_most(most, (int64_t)(matrices.size() - first));
             Arena work = {(char *)m->work, 0, {}};

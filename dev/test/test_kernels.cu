@@ -22,8 +22,9 @@
 #include <criterion/criterion.h>
 #include <algorithm>
 #include <numeric>
+#include <string_view>
 
-using gpu::bf16, gpu::Rows, gpu::ceil_div, gpu::round_up;
+using gpu::bf16, gpu::Rows, gpu::ceil_div, gpu::round_up, gpu::wide, gpu::LANES;
 
 extern "C" const char *__asan_default_options(void);
 extern "C" const char *__asan_default_options(void) { return "detect_leaks=0"; } // Criterion's own
@@ -122,7 +123,7 @@ static double error_of(const Floats &found, const Floats &expected) {
 }
 static void close_at(int line, const char *type, const char *what, const Floats &found, const Floats &expected, double allowed, const char *shape) {
     double error = error_of(found, expected);
-    if (getenv("KERNEL_ERRORS")) { fprintf(stderr, "error %s %s line %d: %.2e of %.1e, %s\n", type, what, line, error, allowed, shape); }
+    if (getenv("KERNEL_ERRORS")) { fprintf(stderr, "error\t%s\t%s\t%.2e\tof %.1e, line %d, %s\n", type, what, error, allowed, line, shape); }
     cr_assert(error <= allowed, "line %d, %s: %s is off by %.3g, allowed %.3g, %s", line, type, what, error, allowed, shape);
 }
 // What is `found` in F; allowed in fp32 and in bf16
@@ -144,9 +145,13 @@ static void open_device(void) {
 #endif
 }
 TestSuite(kernels, .init = open_device, .timeout = 100);
+#ifndef ONLY // -DONLY='"rmsnorm"' compiles that pair of tests alone, which is quicker (dev/test/mutate.sh)
+#define ONLY ""
+#endif
+constexpr bool wanted(std::string_view kernel) { return std::string_view(ONLY) == "" || std::string_view(ONLY) == kernel; }
 #define BOTH(kernel) \
-    Test(kernels, kernel##_fp32) { kernel<float>(); } \
-    Test(kernels, kernel##_bf16) { kernel<bf16>(); }
+    Test(kernels, kernel##_fp32) { if constexpr (wanted(#kernel)) { kernel<float>(); } } \
+    Test(kernels, kernel##_bf16) { if constexpr (wanted(#kernel)) { kernel<bf16>(); } }
 
 // ----------------------------------------------------------------------------------------------------
 // Is the order of warps checked at all?
@@ -205,12 +210,15 @@ static const char *const scale_models[] = {
     "--variant noscale", "--variant baseline", "--variant hg", "--variant hg+ap", "--variant hg+dp", "--variant hg+dnp", "--variant or", "--variant dp+er", "--variant unified",
     "--variant unified --placement q=ap,k=dp,v=dnp,gate=input,up=dnp,head=dp,o=dp,down=dnp",
     "--variant unified --tie-embeddings on", "--variant noscale --tie-embeddings on", "--variant hg+dp --tie-embeddings on",
-    "--variant unified --experts 3 --top-k 2 --expert-hidden 37 --shared-hidden 101",
     "--variant dp --channels 144 --heads 4 --hidden 200",
+    "--variant unified --experts 3 --top-k 2 --expert-hidden 37 --shared-hidden 104",
 };
+static char *small_model(const char *flags) {
+    return text_format("--layers 1 --vocab 259 %s %s %s", strstr(flags, "channels") ? "" : "--channels 72 --heads 3 --kv-heads 1", strstr(flags, "hidden") ? "" : "--hidden 101", flags);
+}
 template <typename F> static void reparameterize(void) {
     for (const char *flags : scale_models) {
-        ::GPT *host = host_model(text_format("--layers 1 --channels 72 --heads 3 --kv-heads 1 --hidden 101 --vocab 259 %s", flags), 1, 4);
+        ::GPT *host = host_model(small_model(flags), 1, 4);
         gpu::Model<F> *m = gpu::gpt_allocate<F>(host, &device, 1, 4);
         for (int64_t i = 0; i < host->num_theta; i++) { host->theta[i] = (float)(0.3 + noise()); }
         ::reparameterize_forward(host);
@@ -259,7 +267,7 @@ template <typename F> static void reparameterize(void) {
             const Param *p = &host->params[i];
             Floats dtheta = host_floats(host->grads + p->offset, p->rows * p->cols);
             // sums of up to 259 terms that cancel: dalpha and dbeta are small beside their terms
-            CLOSE(param_of(m, grads, i), dtheta, 1e-5, 1e-5, "%s, %s", p->name, flags);
+            CLOSE(param_of(m, grads, i), dtheta, 3e-6, 3e-6, "%s, %s", p->name, flags);
         }
         gpu::gpt_free(m);
     }
@@ -381,7 +389,8 @@ template <typename F> static void rmsnorm(void) {
         char *shape = text_format("N %d D %d scaled %d experts %d", (int)N, (int)D, scaled, experts);
         gpu::rmsnorm_forward(&device, d_out, d_rstd, (const F *)d_inp, d_gamma, of.rows, D, of.stride);
         CLOSE(down(d_out, N * D), out, FP32, BF16, "%s", shape);
-        CLOSE(down(d_rstd, N), rstd, FP32, FP32, "%s", shape);
+        double sums = D > 10000 ? 4e-6 : FP32; // the CPU's sum of so many squares in 8 lanes of fp32 is off by 1.9e-6
+        CLOSE(down(d_rstd, N), rstd, sums, sums, "%s", shape);
         float *d_given = up<float>(rstd);
         gpu::rmsnorm_backward(&device, d_dinp, d_dgamma, d_partial, (const F *)d_dout, (const F *)d_inp, d_given, d_gamma, of.rows, D, 0, of.stride);
         CLOSE(down(d_dinp, N * D), dinp, FP32, BF16, "%s", shape);
@@ -623,3 +632,190 @@ Test(kernels, loss_sum) {
         case_done();
     }
 }
+
+// Router, dispatch and back. Logits are multiples of 1/4, so that ties occur; 600 tokens are more than two blocks count.
+template <typename F> static void moe(void) {
+    struct { int N, E, K, C; } shapes[] = {{37, 5, 2, 72}, {600, 37, 3, 10}, {1, 2, 1, 8}, {9, 40, 35, 8}, {300, 3, 3, 74}};
+    for (auto [N, E, K, C] : shapes) {
+        int64_t ld = round_up(E, 8), capacity = (int64_t)N * K + (int64_t)E * (gpu::MOE_ROWS - 1);
+        int blocks = (int)ceil_div(N, gpu::ROUTER_TOKENS);
+        char *shape = text_format("N %d E %d K %d C %d", N, E, K, C);
+        Floats logits = random_floats((int64_t)N * E, 2, 0.5), probs, lse((size_t)N), weights((size_t)(N * K));
+        for (float &z : logits) { z = rintf(4 * z) / 4; }
+        probs = logits;
+        Ints chosen((size_t)(N * K)), row((size_t)(N * K));
+        std::vector<int64_t> begin((size_t)E + 1), tokens((size_t)E, 5);
+        ::MoeActs s = {};
+        s.probs = probs.data();
+        s.lse = lse.data();
+        s.weights = weights.data();
+        s.chosen = chosen.data();
+        s.row = row.data();
+        s.begin = begin.data();
+        static ::GPT host;
+        host.balance_loss = host.z_loss = 0;
+        ::router_choose(&s, N, E, K);
+        ::router_sort(&host, &s, tokens.data(), N, E, K);
+
+        float *d_probs = up<float>(spaced(logits, N, E, ld)), *d_lse = take<float>(N), *d_weights = take<float>(N * K), *d_sums = take<float>(blocks * (E + 1));
+        int32_t *d_chosen = take<int32_t>(N * K), *d_row = take<int32_t>(N * K), *d_counts = take<int32_t>(blocks * E), *d_begin = take<int32_t>(E + 1), *d_count = take<int32_t>(E);
+        int32_t *d_source = raw_up(Ints((size_t)capacity, -1));
+        int64_t *d_tokens = raw_up(std::vector<int64_t>((size_t)E, 5));
+        gpu::Stats *d_stats = raw_up(std::vector<gpu::Stats>(1));
+        gpu::router_choose_kernel<<<(unsigned)ceil_div(N, 8), 256, 0, device.stream>>>(d_probs, d_lse, d_weights, d_chosen, N, E, ld, K);
+        gpu::router_count_kernel<<<blocks, 256, 0, device.stream>>>(d_counts, d_sums, d_probs, d_lse, d_chosen, N, E, ld, K);
+        gpu::router_scan_kernel<<<1, 1024, 0, device.stream>>>(d_begin, d_count, d_tokens, d_stats, d_counts, d_sums, blocks, N, E, K, 0.5);
+        gpu::router_place_kernel<<<blocks, 256, 0, device.stream>>>(d_row, d_source, d_begin, d_counts, d_chosen, N, E, K);
+        LAUNCHED();
+        EQUAL(raw_down(d_chosen, N * K), chosen, "%s", shape);
+        EQUAL(raw_down(d_tokens, E), tokens, "%s", shape);
+        CLOSE(down(d_weights, N * K), weights, FP32, FP32, "%s", shape);
+        CLOSE(cropped(down(d_probs, N * ld), N, E, ld), probs, FP32, FP32, "%s", shape);
+        CLOSE(down(d_lse, N), lse, FP32, FP32, "%s", shape);
+        gpu::Stats stats = raw_down(d_stats, 1)[0];
+        cr_assert(fabs(stats.balance_loss - 0.5 * host.balance_loss) < 1e-6 * host.balance_loss && fabs(stats.z_loss - 0.5 * host.z_loss) < 1e-6 * host.z_loss, "%s", shape);
+        Ints first = raw_down(d_begin, E + 1), at = raw_down(d_row, N * K), source = raw_down(d_source, capacity), count = raw_down(d_count, E);
+        for (int e = 0; e < E; e++) {
+            cr_assert(count[(size_t)e] == begin[(size_t)e + 1] - begin[(size_t)e] && first[(size_t)e + 1] - first[(size_t)e] == round_up(count[(size_t)e], gpu::MOE_ROWS), "%s", shape);
+        }
+        int64_t rows = first[(size_t)E];
+        cr_assert(first[0] == 0 && rows <= capacity && std::count(source.begin(), source.end(), -1) == capacity - N * K, "%s", shape);
+        for (int i = 0; i < N * K; i++) { // the same place within the expert's rows
+            int32_t e = chosen[(size_t)i];
+            cr_assert(at[(size_t)i] - first[(size_t)e] == row[(size_t)i] - begin[(size_t)e] && source[(size_t)at[(size_t)i]] == i, "%s", shape);
+        }
+
+        // to the experts' rows and back: the loops of ::moe_forward and ::moe_backward
+        Floats inp = random_of<F>(N * C), y = random_of<F>(capacity * C), dout = random_of<F>(N * C), shared = random_of<F>(N * C), more = random_of<F>(N * C);
+        Floats x((size_t)(capacity * C), 3), d_rows = x, combined = shared, added = more, d_of_weights((size_t)(N * K));
+        std::fill_n(x.begin(), rows * C, 0.0f);
+        std::fill_n(d_rows.begin(), rows * C, 0.0f);
+        for (int i = 0; i < N * K; i++) {
+            double dot = 0;
+            for (int c = 0; c < C; c++) {
+                size_t of_row = (size_t)(at[(size_t)i] * C + c), of_token = (size_t)(i / K * C + c);
+                x[of_row] = inp[of_token];
+                d_rows[of_row] = weights[(size_t)i] * dout[of_token];
+                combined[of_token] += weights[(size_t)i] * y[of_row];
+                added[of_token] += y[of_row];
+                dot += (double)dout[of_token] * y[of_row];
+            }
+            d_of_weights[(size_t)i] = (float)dot;
+        }
+        F *d_x = up<F>(Floats((size_t)(capacity * C), 3)), *d_dinp_rows = up<F>(Floats((size_t)(capacity * C), 3)), *d_out = take<F>(N * C), *d_y = up<F>(y), *d_dout = up<F>(dout);
+        float *d_dweights = take<float>(N * K), *d_given = up<float>(weights);
+        unsigned threads = gpu::row_threads<F>(C);
+        BY_WIDTH(F, C, (gpu::moe_gather_kernel<F, W><<<(unsigned)capacity, threads, 0, device.stream>>>(d_x, up<F>(inp), d_source, d_begin, E, K, C)));
+        EQUAL(down(d_x, capacity * C), x, "%s", shape);
+        BY_WIDTH(F, C, (gpu::moe_combine_kernel<F, W><<<(unsigned)N, threads, 0, device.stream>>>(d_out, up<F>(shared), (const F *)NULL, d_y, d_given, d_row, K, C)));
+        CLOSE(down(d_out, N * C), combined, FP32, BF16, "%s", shape);
+        BY_WIDTH(F, C, (gpu::moe_combine_kernel<F, W><<<(unsigned)N, threads, 0, device.stream>>>(d_out, (const F *)NULL, up<F>(more), d_y, (const float *)NULL, d_row, K, C)));
+        CLOSE(down(d_out, N * C), added, FP32, BF16, "%s", shape);
+        BY_WIDTH(F, C, (gpu::moe_scatter_kernel<F, W><<<(unsigned)capacity, threads, 0, device.stream>>>(d_dinp_rows, d_dweights, d_dout, d_y, d_given, d_source, d_begin, E, K, C)));
+        CLOSE(down(d_dinp_rows, capacity * C), d_rows, FP32, BF16, "%s", shape);
+        CLOSE(down(d_dweights, N * K), d_of_weights, FP32, FP32, "%s", shape);
+
+        Floats d_logits((size_t)(N * E));
+        host.d_logits = d_logits.data();
+        host.grad_scale = 0.3;
+        host.cfg.balance_loss = 0.01;
+        host.cfg.router_z_loss = 0.002;
+        ::router_backward(&host, &s, d_of_weights.data(), N, E, K);
+        F *d_dlogits = take<F>(N * ld);
+        gpu::router_backward_kernel<F><<<(unsigned)ceil_div(N, 8), 256, 0, device.stream>>>(d_dlogits, up<float>(d_of_weights), up<float>(spaced(probs, N, E, ld)), up<float>(lse), d_given, d_chosen, d_count,
+            N, E, ld, K, 0.01 * E / (N * K) * 0.3, 2 * 0.002 * 0.3);
+        LAUNCHED();
+        CLOSE(down(d_dlogits, N * ld), spaced(d_logits, N, E, ld), 2e-6, BF16, "%s", shape);
+        case_done();
+    }
+}
+BOTH(moe)
+
+// ----------------------------------------------------------------------------------------------------
+// 6. Optimizers: three steps from random gradients, pads included. theta and moments are fp32 in both; only Muon's X is of type F.
+
+template <typename F> static Floats placed_second(const gpu::Model<F> *m, const float *moments) {
+    Floats y((size_t)m->num_v, 0.0f);
+    for (int i = 0; i < m->host->num_params; i++) {
+        const Param *p = &m->host->params[i];
+        for (int64_t j = 0; p->v >= 0 && j < p->rows * p->cols; j++) { y[(size_t)(m->places[(size_t)i].v + j / p->cols * m->places[(size_t)i].ld + j % p->cols)] = moments[p->v + j]; }
+    }
+    return y;
+}
+template <typename F> static Floats placed_first(const gpu::Model<F> *m, const float *moments) {
+    Floats table((size_t)m->host->num_theta, 0.0f);
+    for (int i = 0; i < m->host->num_params; i++) {
+        const Param *p = &m->host->params[i];
+        if (p->m >= 0) { std::copy_n(moments + p->m, p->rows * p->cols, table.begin() + p->offset); }
+    }
+    return placed(m, table.data());
+}
+static Floats minus(Floats a, const Floats &b) {
+    for (size_t i = 0; i < a.size(); i++) { a[i] -= b[i]; }
+    return a;
+}
+template <typename F> static void optimizer(const char *flags, double muon = 1e-5) {
+    ::GPT *host = host_model(small_model(flags), 1, 4);
+    gpu::Model<F> *m = gpu::gpt_allocate<F>(host, &device, 1, 4);
+    int64_t n = m->num_theta;
+    auto cut = [&](Floats x) { x.resize((size_t)n); return x; };
+    for (int64_t i = 0; i < host->num_theta; i++) { host->theta[i] = (float)noise(); }
+    overwrite(m->theta, cut(placed(m, host->theta)));
+    for (int step = 1; step <= 3; step++) {
+        Floats before = down(m->theta, n);
+        for (int64_t i = 0; i < host->num_theta; i++) { host->grads[i] = (float)(noise() * (i % 7 ? 0.1 : 1e-4)); }
+        overwrite(m->grads, placed(m, host->grads));
+        std::vector<gpu::Stats> zeros(1);
+        CUDA_CHECK(cudaMemcpy(m->stats, zeros.data(), sizeof(gpu::Stats), cudaMemcpyHostToDevice));
+        double norm = ::gradient_norm(host), clip = step == 2 ? 0.25 * norm : 2 * norm, lr = 0.01 * step;
+        host->cfg.grad_clip = clip;
+        gpu::gradient_norm(m);
+        gpu::Stats stats = raw_down(m->stats, 1)[0];
+        cr_assert(fabs(stats.norm - norm) < 1e-6 * norm, "norm %.9g, expected %.9g", stats.norm, norm);
+        cr_assert(fabs(stats.clip - (step == 2 ? 0.25 : 1)) < 1e-6, "clip %.9g", stats.clip);
+        ::optimizer_step(host, step, lr, norm > clip ? clip / norm : 1);
+        gpu::optimizer_step(m, step, lr);
+        m->matrices_used = 0;
+        Floats update = minus(cut(placed(m, host->theta)), before);
+        Floats found = minus(down(m->theta, n), before), of_muon, of_rest, found_of_muon, found_of_rest;
+        for (int i = 0; i < host->num_params; i++) {
+            Floats theirs = param_of(m, update, i), ours = param_of(m, found, i);
+            Floats &to = m->places[(size_t)i].muon ? of_muon : of_rest, &found_to = m->places[(size_t)i].muon ? found_of_muon : found_of_rest;
+            to.insert(to.end(), theirs.begin(), theirs.end());
+            found_to.insert(found_to.end(), ours.begin(), ours.end());
+        }
+        CLOSE(found_of_rest, of_rest, 1e-5, 1e-5, "step %d, %s", step, flags); // of an update of 0.01, theta's last bit, 6e-8, is 6e-6
+        CLOSE(found_of_muon, of_muon, 1e-5, muon, "step %d, %s", step, flags);
+        CLOSE(found, update, 1e-5, muon, "pads, step %d, %s", step, flags);
+        if (m->m) {
+            Floats first_moments = cut(placed_first(m, host->moments));
+            CLOSE(down(m->m, n), first_moments, FP32, FP32, "step %d, %s", step, flags);
+        }
+        if (m->num_v) {
+            Floats second_moments = placed_second(m, host->moments);
+            CLOSE(down(m->v, m->num_v), second_moments, FP32, FP32, "step %d, %s", step, flags);
+        }
+        overwrite(m->theta, cut(placed(m, host->theta))); // differences don't add up
+    }
+    // a gradient that isn't finite: theta stays
+    Floats before = down(m->theta, n), grads = placed(m, host->grads);
+    grads[5] = INFINITY;
+    overwrite(m->grads, grads);
+    gpu::gradient_norm(m);
+    gpu::optimizer_step(m, 4, 0.01);
+    EQUAL(down(m->theta, n), before, "%s", flags);
+    gpu::gpt_free(m);
+}
+template <typename F> static void adamw(void) { optimizer<F>("--variant unified"); }
+template <typename F> static void sgd(void) {
+    optimizer<F>("--optimizer sgd --sgd-momentum 0 --variant unified");
+    optimizer<F>("--optimizer sgd --sgd-momentum 0.9 --weight-decay 0 --variant baseline");
+}
+template <typename F> static void muon(void) {
+    // X, its Gram matrix and their products are rounded to bf16 five times each, and singular values near 1 feel little of it
+    optimizer<F>("--optimizer muon --variant unified", 2e-2);
+    optimizer<F>("--optimizer muon --experts 3 --top-k 2 --expert-hidden 37", 2e-2);
+}
+BOTH(adamw)
+BOTH(sgd)
+BOTH(muon)
