@@ -1,5 +1,6 @@
 # make            train_gpt2 and the data programs
 # make demo       the paper's idea in a few minutes: baseline against unified on a synthetic language
+# make train_gpt2cu  the program for NVIDIA GPUs, where nvcc is
 # make test       all tests          make test-sanitize   the same under AddressSanitizer and UBSan, and valgrind
 # make check-export  exported models against Transformers, where it is installed (PYTHON=python3)
 # make test-emu   the CUDA file and dev/emu's own tests, without a GPU (dev/emu/README.md); part of make test
@@ -79,8 +80,8 @@ test: all $(TESTS) $(EMU_TESTS)
 # CUDA sources without a GPU: dev/emu/transform mirrors a .cu, and every .cu it includes, into $(BUILD)/emu/src, and a
 # C++ compiler takes them from there. A test of the GPU code is a line in EMU_TESTS and a file dev/test/NAME.cu.
 CXX      ?= c++
-EMU_TESTS = $(BUILD)/emu/test_emu
-EMU_FLAGS = -std=c++20 -Wall -Wextra -Wno-unused-function -fno-math-errno -fno-trapping-math -DCUDA_EMU -Idev/emu/include -iquote . $(OPENMP)
+EMU_TESTS = $(BUILD)/emu/test_emu $(BUILD)/emu/test_cuda
+EMU_FLAGS = -std=c++20 -Wall -Wextra -fno-math-errno -fno-trapping-math -DCUDA_EMU -Idev/emu/include -iquote . $(OPENMP)
 EMU_OPT  ?= -O2 -g $(filter -march=% -mcpu=%,$(CFLAGS))
 EMU_SOURCES = dev/emu/transform $(wildcard dev/emu/include/*.h *.cu dev/cuda/*.cu dev/cuda/*.cuh)
 test-emu: $(EMU_TESTS)
@@ -88,6 +89,37 @@ test-emu: $(EMU_TESTS)
 $(BUILD)/emu/%: dev/test/%.cu $(EMU_SOURCES) train_gpt2.c $(HEADERS) Makefile | $(BUILD)
 	dev/emu/transform $< $(BUILD)/emu/src
 	$(CXX) $(EMU_FLAGS) $(EMU_OPT) -x c++ $(BUILD)/emu/src/$< -x none -o $@ $(LDFLAGS) -lcriterion -lboost_context $(LDLIBS)
+
+# The program itself in the emulation, to test its command line.
+train_gpt2emu: $(BUILD)/train_gpt2emu
+$(BUILD)/train_gpt2emu: train_gpt2.cu $(EMU_SOURCES) train_gpt2.c $(HEADERS) Makefile | $(BUILD)
+	dev/emu/transform $< $(BUILD)/emu/src
+	$(CXX) $(EMU_FLAGS) $(EMU_OPT) -x c++ $(BUILD)/emu/src/$< -x none -o $@ $(LDFLAGS) -lboost_context $(LDLIBS)
+
+# On a GPU: sm_80 and sm_90, and PTX for what comes later. NCCL is for several GPUs; without it the program takes one.
+NVCC ?= $(firstword $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc))
+GPU_ARCH ?= -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90 -gencode arch=compute_90,code=compute_90
+comma := ,
+space := $(subst ,, )
+# does a program with that header and library compile and link?
+nvcc_has = $(shell t=$$(mktemp -d) && printf '\043include <$(1)>\nint main() { return 0; }\n' >$$t/t.cu && $(NVCC) $$t/t.cu -o $$t/t $(2) >/dev/null 2>&1 && echo yes; rm -rf $$t)
+ifneq ($(filter train_gpt2cu test-gpu $(BUILD)/gpu/%,$(MAKECMDGOALS)),)
+NO_NCCL ?= $(if $(NVCC),$(if $(call nvcc_has,nccl.h,-lnccl),,yes))
+endif
+NVCC_FLAGS = -std=c++20 -O3 $(GPU_ARCH) -Xcompiler $(subst $(space),$(comma),$(strip -Wall -Wextra -fno-math-errno -fno-trapping-math $(OPENMP) $(filter -march=% -mcpu=%,$(CFLAGS)))) $(if $(NO_NCCL),-DNO_NCCL)
+NVCC_LIBS = -lcublasLt $(if $(NO_NCCL),,-lnccl) $(LDFLAGS) $(LDLIBS)
+.PHONY: train_gpt2emu test-gpu have-nvcc
+have-nvcc:
+	@test -n "$(NVCC)" || { echo "train_gpt2cu: found no nvcc in PATH or /usr/local/cuda/bin, expected the CUDA toolkit (or NVCC=path); the CPU program needs none: make train_gpt2" >&2; exit 1; }
+	@test "$(call nvcc_has,cublasLt.h,-lcublasLt)" = yes || { echo "train_gpt2cu: found $(NVCC) but no cuBLAS that compiles and links, expected cublasLt.h and libcublasLt of the CUDA toolkit" >&2; exit 1; }
+	@echo "found $(NVCC) ($$($(NVCC) --version | sed -n 's/.*release \([^,]*\).*/\1/p')), cuBLAS, $(if $(NO_NCCL),no NCCL: one GPU only,NCCL)"
+train_gpt2cu: train_gpt2.cu train_gpt2.c $(HEADERS) Makefile | have-nvcc
+	$(NVCC) $(NVCC_FLAGS) $< -o $@ $(NVCC_LIBS)
+test-gpu: $(BUILD)/gpu/test_cuda
+	@dev/test/run.sh $^
+$(BUILD)/gpu/test_%: dev/test/test_%.cu train_gpt2.cu train_gpt2.c $(HEADERS) Makefile | $(BUILD) have-nvcc
+	mkdir -p $(dir $@)
+	$(NVCC) $(NVCC_FLAGS) $< -o $@ -lcriterion $(NVCC_LIBS)
 
 # AddressSanitizer and UBSan over the same tests, with a sanitized train_gpt2 under test_cli; then valgrind, where
 # it is installed, on a short training run. Criterion's own leaks keep leak checking for valgrind.
@@ -118,4 +150,4 @@ $(BUILD)/bench_profile: dev/bench/bench.c train_gpt2.c $(HEADERS) Makefile | $(B
 	$(CC) $(CFLAGS) $(PROFILE) $< -o $@ $(LDFLAGS) $(LDLIBS) -ldl
 
 clean:
-	rm -rf $(BUILD) train_gpt2 data/tokenize data/synth
+	rm -rf $(BUILD) train_gpt2 train_gpt2cu data/tokenize data/synth
