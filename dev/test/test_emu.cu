@@ -770,11 +770,11 @@ Test(emu_catches, nccl_missing_rank) {
         if (rank == 2) { return; }
         if (ncclAllReduce(x.p, x.p, 10, ncclFloat, ncclSum, comm, nullptr) != ncclRemoteError) { fputs("accepted", stderr); }
         if (ncclCommGetAsyncError(comm, &async) || async != ncclRemoteError) { fputs("accepted", stderr); }
-    }, &ended, "1");
-    cr_assert(ended == 0 && strstr(text.c_str(), "rank 0 of 3 waited 1 s in ncclAllReduce for rank 2") && !strstr(text.c_str(), "accepted"), "%s", text.c_str());
+    }, &ended, "2");
+    cr_assert(ended == 0 && strstr(text.c_str(), "rank 0 of 3 waited 2 s in ncclAllReduce for rank 2") && !strstr(text.c_str(), "accepted"), "%s", text.c_str());
 }
 Test(emu_catches, nccl_killed_process) { // wherever the kill hits, the others get an error and nobody hangs
-    setenv("CUDA_EMU_NCCL_TIMEOUT", "1", 1);
+    setenv("CUDA_EMU_NCCL_TIMEOUT", "3", 1);
     ncclUniqueId id;
     NCCL(ncclGetUniqueId(&id));
     std::vector<pid_t> children;
