@@ -36,7 +36,7 @@ override CFLAGS += $(OPENMP)
 HEADERS = data/tokenizer.h
 SANITIZE = -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g
 
-.PHONY: all demo theory data test test-emu bench check-export test-sanitize sanitized-tests clean
+.PHONY: all demo theory data test test-emu labs bench check-export test-sanitize sanitized-tests clean
 .DELETE_ON_ERROR:
 all: train_gpt2 data/tokenize data/synth
 
@@ -57,7 +57,7 @@ demo: train_gpt2 data/synth
 # again in float; the rest drive the programs from outside.
 TESTS = $(BUILD)/test_gpt2_double $(BUILD)/test_gpt2_float $(BUILD)/test_cli $(BUILD)/test_tokenizer $(BUILD)/test_synth \
         $(BUILD)/test_theory $(BUILD)/test_hf
-EMU_TESTS = $(BUILD)/emu/test_emu $(BUILD)/emu/test_kernels $(BUILD)/emu/test_cuda
+EMU_TESTS = $(BUILD)/emu/test_emu $(BUILD)/emu/test_kernels $(BUILD)/emu/test_attention $(BUILD)/emu/test_cuda
 $(BUILD):
 	mkdir -p $@
 $(BUILD)/test_gpt2_double: test_gpt2.c train_gpt2.c $(HEADERS) Makefile | $(BUILD)
@@ -92,6 +92,15 @@ test-emu: $(EMU_TESTS)
 $(BUILD)/emu/%: dev/test/%.cu $(EMU_SOURCES) train_gpt2.c $(HEADERS) Makefile | $(BUILD)
 	dev/emu/transform $< $(BUILD)/emu/src
 	$(CXX) $(EMU_FLAGS) $(EMU_OPT) -x c++ $(BUILD)/emu/src/$< -x none -o $@ $(LDFLAGS) -lcriterion -lboost_context $(LDLIBS)
+
+# The kernel labs (dev/cuda/lab.h), in the emulation: each version of each kernel against the CPU.
+LABS = $(patsubst dev/cuda/%.cu,$(BUILD)/lab/%,$(wildcard dev/cuda/*.cu))
+labs: $(LABS)
+	@for lab in $(LABS); do $$lab || exit 1; done
+$(BUILD)/lab/%: dev/cuda/%.cu dev/cuda/lab.h $(EMU_SOURCES) train_gpt2.c $(HEADERS) Makefile | $(BUILD)
+	@mkdir -p $(@D)
+	dev/emu/transform $< $(BUILD)/emu/src
+	$(CXX) $(EMU_FLAGS) $(EMU_OPT) -x c++ $(BUILD)/emu/src/$< -x none -o $@ $(LDFLAGS) -lboost_context $(LDLIBS)
 
 # The program itself in the emulation, to test its command line.
 train_gpt2emu: $(BUILD)/train_gpt2emu
