@@ -85,7 +85,6 @@ test: all $(TESTS) $(EMU_TESTS)
 # CUDA sources without a GPU: dev/emu/transform mirrors a .cu, and every .cu it includes, into $(BUILD)/emu/src, and a
 # C++ compiler takes them from there. A test of the GPU code is a line in EMU_TESTS and a file dev/test/NAME.cu.
 CXX      ?= c++
-EMU_TESTS = $(addprefix $(BUILD)/emu/,test_emu test_attention test_kernels test_cuda)
 EMU_FLAGS = -std=c++20 -Wall -Wextra -Wno-unused-function -Wno-unknown-pragmas -fno-math-errno -fno-trapping-math -DCUDA_EMU -Idev/emu/include -iquote . $(OPENMP)
 # -O1 without -g: compiling is most of the time that these tests take
 EMU_OPT  ?= -O1 $(filter -march=% -mcpu=%,$(CFLAGS))
