@@ -117,12 +117,12 @@ comma := ,
 space := $(subst ,, )
 # does a program with that header and library compile and link?
 nvcc_has = $(shell t=$$(mktemp -d) && printf '\043include <$(1)>\nint main() { return 0; }\n' >$$t/t.cu && $(NVCC) $$t/t.cu -o $$t/t $(2) >/dev/null 2>&1 && echo yes; rm -rf $$t)
-ifneq ($(filter train_gpt2cu test-gpu ptxas-report $(BUILD)/gpu/%,$(MAKECMDGOALS)),)
+ifneq ($(filter train_gpt2cu test-gpu ptxas-report nvcc-check $(BUILD)/gpu/%,$(MAKECMDGOALS)),)
 NO_NCCL ?= $(if $(NVCC),$(if $(call nvcc_has,nccl.h,-lnccl),,yes))
 endif
 NVCC_FLAGS = -std=c++20 -O3 $(GPU_ARCH) -Xcompiler $(subst $(space),$(comma),$(strip -Wall -Wextra -fno-math-errno -fno-trapping-math $(OPENMP) $(filter -march=% -mcpu=%,$(CFLAGS)))) $(if $(NO_NCCL),-DNO_NCCL)
 NVCC_LIBS = -lcublasLt $(if $(NO_NCCL),,-lnccl) $(LDFLAGS) $(LDLIBS)
-.PHONY: train_gpt2emu test-gpu test-mutants ptxas-report have-nvcc
+.PHONY: train_gpt2emu test-gpu test-mutants ptxas-report nvcc-check have-nvcc
 have-nvcc:
 	@test -n "$(NVCC)" || { echo "train_gpt2cu: found no nvcc in PATH or /usr/local/cuda/bin, expected the CUDA toolkit (or NVCC=path); the CPU program needs none: make train_gpt2" >&2; exit 1; }
 	@test "$(call nvcc_has,cublasLt.h,-lcublasLt)" = yes || { echo "train_gpt2cu: found $(NVCC) but no cuBLAS that compiles and links, expected cublasLt.h and libcublasLt of the CUDA toolkit" >&2; exit 1; }
@@ -143,6 +143,12 @@ test-mutants: | $(BUILD)
 # What nvcc makes of the kernels: registers, shared memory, spills; warnings are errors.
 ptxas-report: | $(BUILD) have-nvcc
 	@NVCC="$(NVCC)" BUILD=$(BUILD) dev/ptxas_report.sh
+# Does nvcc take the tests and the labs without a warning? Compiles, doesn't run.
+NVCC_CHECKED = $(patsubst %.cu,$(BUILD)/nvcc/%.o,$(patsubst $(BUILD)/gpu/%,dev/test/%.cu,$(GPU_TESTS)) $(wildcard dev/cuda/*.cu))
+nvcc-check: $(NVCC_CHECKED)
+$(BUILD)/nvcc/%.o: %.cu $(wildcard dev/cuda/*.h) train_gpt2.cu train_gpt2.c $(HEADERS) Makefile | $(BUILD) have-nvcc
+	@mkdir -p $(@D)
+	$(NVCC) -std=c++20 -O1 -arch=sm_90 -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror,-fopenmp -c $< -o $@
 
 # AddressSanitizer and UBSan over the same tests, with a sanitized train_gpt2 under test_cli; then valgrind, where
 # it is installed, on a short training run. Criterion's own leaks keep leak checking for valgrind.
