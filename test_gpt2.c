@@ -1930,6 +1930,7 @@ static void plain_update(const Config *cfg, const Param *p, double *w, double *m
     int input = strstr(p->name, ".gamma_a") || strstr(p->name, ".gamma_b"), output = strstr(p->name, ".gamma_norm") != NULL;
     int decays = (!input && !output) || cfg->wd_scale == WD_ALL || (input && cfg->wd_scale == WD_INPUT) || (output && cfg->wd_scale == WD_OUTPUT);
     int rows = (int)p->rows, cols = (int)p->cols, n = rows * cols;
+    if (input || output) { lr *= cfg->scale_lr; }
     double *update = doubles(n), rate = lr;
     for (int i = 0; i < n; i++) {
         if (cfg->optimizer == OPTIMIZER_SGD) {
@@ -1983,6 +1984,8 @@ Test(optimizer, adamw) {
     check_optimizer("--variant unified --wd-scale output --eps 1e-3", IN(1e-12, 1e-4));
     check_optimizer("--variant dp+or --qk-norm on --wd-scale none --beta1 0 --beta2 0.999 --eps 1e-4", IN(1e-12, 1e-4));
     check_optimizer("--variant dp --tie-embeddings on --wd-scale input", IN(1e-12, 1e-4));
+    check_optimizer("--variant unified --scale-lr 2.5 --eps 1e-3", IN(1e-12, 1e-4));
+    check_optimizer("--variant hg+dp --scale-lr 0", IN(1e-12, 1e-4));
     check_optimizer("--experts 4 --top-k 2 --variant hg+dp --wd-scale output --eps 1e-4", IN(1e-12, 1e-4));
 }
 Test(optimizer, muon) {
