@@ -35,6 +35,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/file.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <time.h>
@@ -770,6 +771,12 @@ static void lab_train(Lab *lab) {
         usleep(20000);
     }
     if (lab->terminal) { printf("\n"); }
+    struct rusage use;
+    char wall[32], cpu[32];
+    if (getrusage(RUSAGE_CHILDREN, &use) != 0) { FAIL("getrusage: %s", strerror(errno)); }
+    format_duration(seconds() - lab->began, wall, sizeof wall);
+    format_duration((double)(use.ru_utime.tv_sec + use.ru_stime.tv_sec), cpu, sizeof cpu);
+    printf("took %s, %s of one core\n", wall, cpu);
     if (stop_signal) { fail(130, "stopped by a signal; the same command goes on"); }
     if (failed) { fail(1, "a run failed (above); when that is mended the same command goes on"); }
 }

@@ -2,8 +2,9 @@
 load scripts.'/style.gp'
 set title title_text.where."\nlast loss less that of ".baseline." (paired by seed); bar: 95% confidence interval"
 set xlabel "difference of losses (nats a token); left of 0: better than ".baseline
-set format x "%+.3f"
+set format x "%g"
 set yrange [bars - 0.5:-0.5]
+set autoscale x
 set grid noytics
 unset key
 set lmargin 26

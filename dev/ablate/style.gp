@@ -11,6 +11,7 @@ set tics nomirror out
 set grid lc rgb "#dddddd" lt 1 lw 1
 set key outside right center samplen 2 spacing 1.3 noautotitle
 set lmargin 11
+set autoscale xfix
 set datafile missing "NaN"
 where = setting eq '' ? '' : '  ('.setting.')'
 tokens_label = "tokens trained on (thousands)"
