@@ -8,6 +8,8 @@
 # make test-mutants  does a test fail when a kernel is broken on purpose?
 # make bench      speed against OpenBLAS and PyTorch, parts of a step, memory (BENCH_FLAGS=--quick: about a minute)
 # make roofline   what a training step must cost on an H100 and an H200, kernel by kernel: arithmetic, no GPU needed
+# make ablate     the paper's step-by-step experiment, small, with 5 seeds: a table and figures in about 15 minutes on 2 cores
+#                 EXPERIMENT=dev/ablate/small/NAME.exp: another; ABLATE_FLAGS: flags of build/ablate --help
 # make theory     the theorems of the paper, by numbers from this code
 # make data       the synthetic corpus that train_gpt2 reads by default
 # make clean      removes what make built; runs/ and data/ stay
@@ -37,7 +39,7 @@ override CFLAGS += $(OPENMP)
 HEADERS = data/tokenizer.h
 SANITIZE = -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g
 
-.PHONY: all demo theory data test bench roofline check-export test-sanitize sanitized-tests clean
+.PHONY: all demo ablate theory data test bench roofline check-export test-sanitize sanitized-tests clean
 .PHONY: test-emu labs
 .DELETE_ON_ERROR:
 all: train_gpt2 data/tokenize data/synth
@@ -55,10 +57,16 @@ data/synthetic/synth_val_000000.bin: | data/synth
 demo: train_gpt2 data/synth
 	@dev/demo.sh
 
+EXPERIMENT ?= dev/ablate/small/steps.exp
+ablate: train_gpt2 $(BUILD)/ablate data
+	$(BUILD)/ablate $(ABLATE_FLAGS) $(EXPERIMENT)
+$(BUILD)/ablate: dev/ablate/ablate.c Makefile | $(BUILD)
+	$(CC) $(CFLAGS) $< -o $@ $(LDFLAGS) -lm
+
 # Tests: one Criterion program a file. test_gpt2 runs in double, where finite differences have their digits, and
 # again in float; the rest drive the programs from outside.
 TESTS = $(BUILD)/test_gpt2_double $(BUILD)/test_gpt2_float $(BUILD)/test_cli $(BUILD)/test_tokenizer $(BUILD)/test_synth \
-        $(BUILD)/test_theory $(BUILD)/test_hf
+        $(BUILD)/test_theory $(BUILD)/test_hf $(BUILD)/test_ablate
 EMU_TESTS = $(BUILD)/emu/test_emu $(BUILD)/emu/test_kernels $(BUILD)/emu/test_attention $(BUILD)/emu/test_cuda
 $(BUILD):
 	mkdir -p $@
@@ -76,6 +84,8 @@ $(THEOREMS): $(BUILD)/%: dev/theory/%.c dev/theory/student.h train_gpt2.c $(HEAD
 	$(CC) $(THEORY_FLAGS) $< -o $@ $(LDFLAGS) $(LDLIBS)
 $(BUILD)/test_theory: dev/test/test_theory.c $(wildcard dev/theory/*.[ch]) train_gpt2.c $(HEADERS) Makefile | $(BUILD)
 	$(CC) $(THEORY_FLAGS) $< -o $@ $(LDFLAGS) -lcriterion $(LDLIBS)
+$(BUILD)/test_ablate: dev/test/test_ablate.c dev/ablate/ablate.c Makefile | $(BUILD)
+	$(CC) $(CFLAGS) $< -o $@ $(LDFLAGS) -lcriterion -lm
 $(BUILD)/test_%: dev/test/test_%.c train_gpt2.c data/synth.c data/tokenize.c $(HEADERS) Makefile | $(BUILD)
 	$(CC) $(CFLAGS) $< -o $@ $(LDFLAGS) -lcriterion $(LDLIBS)
 
