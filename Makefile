@@ -80,7 +80,7 @@ test: all $(TESTS) $(EMU_TESTS)
 # C++ compiler takes them from there. A test of the GPU code is a line in EMU_TESTS and a file dev/test/NAME.cu.
 CXX      ?= c++
 EMU_TESTS = $(BUILD)/emu/test_emu
-EMU_FLAGS = -std=c++20 -Wall -Wextra -fno-math-errno -fno-trapping-math -DCUDA_EMU -Idev/emu/include -iquote . $(OPENMP)
+EMU_FLAGS = -std=c++20 -Wall -Wextra -Wno-unused-function -fno-math-errno -fno-trapping-math -DCUDA_EMU -Idev/emu/include -iquote . $(OPENMP)
 EMU_OPT  ?= -O2 -g $(filter -march=% -mcpu=%,$(CFLAGS))
 EMU_SOURCES = dev/emu/transform $(wildcard dev/emu/include/*.h *.cu dev/cuda/*.cu dev/cuda/*.cuh)
 test-emu: $(EMU_TESTS)
