@@ -4,6 +4,7 @@
 # make check-export  exported models against Transformers, where it is installed (PYTHON=python3)
 # make test-emu   the CUDA file and dev/emu's own tests, without a GPU (dev/emu/README.md); part of make test
 # make bench      speed against OpenBLAS and PyTorch, parts of a step, memory (BENCH_FLAGS=--quick: about a minute)
+# make roofline   what a training step must cost on an H100 and an H200, kernel by kernel: arithmetic, no GPU needed
 # make theory     the theorems of the paper, by numbers from this code
 # make data       the synthetic corpus that train_gpt2 reads by default
 # make clean      removes what make built; runs/ and data/ stay
@@ -33,7 +34,7 @@ override CFLAGS += $(OPENMP)
 HEADERS = data/tokenizer.h
 SANITIZE = -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g
 
-.PHONY: all demo theory data test test-emu bench check-export test-sanitize sanitized-tests clean
+.PHONY: all demo theory data test test-emu bench roofline check-export test-sanitize sanitized-tests clean
 .DELETE_ON_ERROR:
 all: train_gpt2 data/tokenize data/synth
 
@@ -116,6 +117,11 @@ $(BUILD)/bench: dev/bench/bench.c train_gpt2.c $(HEADERS) Makefile | $(BUILD)
 	$(CC) $(CFLAGS) $< -o $@ $(LDFLAGS) $(LDLIBS) -ldl
 $(BUILD)/bench_profile: dev/bench/bench.c train_gpt2.c $(HEADERS) Makefile | $(BUILD)
 	$(CC) $(CFLAGS) $(PROFILE) $< -o $@ $(LDFLAGS) $(LDLIBS) -ldl
+
+roofline: $(BUILD)/roofline
+	$(BUILD)/roofline
+$(BUILD)/roofline: dev/cuda/roofline.c train_gpt2.c $(HEADERS) Makefile | $(BUILD)
+	$(CC) $(CFLAGS) $< -o $@ $(LDFLAGS) $(LDLIBS)
 
 clean:
 	rm -rf $(BUILD) train_gpt2 data/tokenize data/synth
