@@ -768,6 +768,30 @@ Test(emu_catches, nccl_missing_rank) {
     }, &ended);
     cr_assert(ended == 0 && strstr(text.c_str(), "rank 0 of 3 waited 1 s in ncclAllReduce for rank 2") && !strstr(text.c_str(), "accepted"), "%s", text.c_str());
 }
+Test(emu_catches, nccl_killed_process) { // wherever the kill hits, the others get an error and nobody hangs
+    setenv("CUDA_EMU_NCCL_TIMEOUT", "1", 1);
+    ncclUniqueId id;
+    NCCL(ncclGetUniqueId(&id));
+    std::vector<pid_t> children;
+    for (int r = 0; r < 3; r++) {
+        pid_t child = fork();
+        if (child == 0) {
+            ncclComm_t comm;
+            NCCL(ncclCommInitRank(&comm, 3, id, r));
+            Device<float> x(std::vector<float>(200000));
+            if (!freopen("/dev/null", "w", stderr)) { _exit(3); } // it says for whom it waits
+            for (;;) { if (ncclAllReduce(x.p, x.p, 200000, ncclFloat, ncclSum, comm, nullptr) == ncclRemoteError) { _exit(5); } }
+        }
+        children.push_back(child);
+    }
+    usleep(300000);
+    kill(children[1], SIGKILL);
+    for (int r = 0; r < 3; r++) {
+        int status;
+        cr_assert(waitpid(children[r], &status, 0) == children[r]);
+        cr_assert(r == 1 ? WIFSIGNALED(status) : WIFEXITED(status) && WEXITSTATUS(status) == 5, "rank %d: status %d", r, status);
+    }
+}
 Test(emu, nccl_abort_wakes_all) {
     int ended;
     timespec begin, end;

@@ -172,18 +172,17 @@ inline
 #else
 __attribute__((optimize("O3"))) inline
 #endif
-void product(float *__restrict__ c, const float *__restrict__ a, const float *__restrict__ b, int64_t m, int64_t n, int64_t k) {
+void product(float *c, const float *__restrict__ a, const float *__restrict__ b, int64_t m, int64_t n, int64_t k) {
     memset(c, 0, (size_t)(m * n) * sizeof(float));
     for (int64_t i0 = 0; i0 < m; i0 += 512) {
         int64_t rows = m - i0 < 512 ? m - i0 : 512;
         for (int64_t j = 0; j < n; j += 4) {
             int64_t cols = n - j < 4 ? n - j : 4;
-            float *c0 = c + j * m + i0, *c1 = c0 + m, *c2 = c1 + m, *c3 = c2 + m;
+            float *__restrict__ c0 = c + j * m + i0, *__restrict__ c1 = c0 + m, *__restrict__ c2 = c1 + m, *__restrict__ c3 = c2 + m;
             for (int64_t l = 0; l < k; l++) {
                 const float *column = a + l * m + i0, *row = b + j * k + l;
                 if (cols == 4) {
                     float b0 = row[0], b1 = row[k], b2 = row[2 * k], b3 = row[3 * k];
-                    #pragma GCC ivdep
                     for (int64_t i = 0; i < rows; i++) {
                         float v = column[i];
                         c0[i] += v * b0;

@@ -137,6 +137,7 @@ inline Fiber *new_fiber() {
     char *pages = (char *)mmap(nullptr, STACK_BYTES + 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (pages == MAP_FAILED || mprotect(pages, 4096, PROT_NONE)) { fail("out of memory for the stack of a thread"); }
     f->stack = pages + 4096;
+    EMU_STACK(f->stack, f->stack + STACK_BYTES);
     f->at = context::make_fcontext(f->stack + STACK_BYTES, STACK_BYTES, fiber_main);
     e.fibers.push_back(f);
     return f;
@@ -341,6 +342,7 @@ inline void *shared_part(size_t bytes, size_t alignment) {
     char *part = e.shared + begin;
     EMU_SHOW(part, bytes);
     poison_shared(part, bytes);
+    EMU_UNDEFINED(part, bytes);
 #ifndef EMU_ASAN
     memset(part + bytes, 0xa5, SHARED_GUARD);
 #endif

@@ -39,6 +39,14 @@
 #define EMU_HIDE(p, n) ((void)(p), (void)(n))
 #define EMU_SHOW(p, n) ((void)(p), (void)(n))
 #endif
+#if __has_include(<valgrind/memcheck.h>) // costs nothing where valgrind doesn't run
+#include <valgrind/memcheck.h>
+#define EMU_UNDEFINED(p, n) (void)VALGRIND_MAKE_MEM_UNDEFINED(p, n)
+#define EMU_STACK(low, high) (void)VALGRIND_STACK_REGISTER(low, high)
+#else
+#define EMU_UNDEFINED(p, n) ((void)0)
+#define EMU_STACK(low, high) ((void)0)
+#endif
 
 namespace emu {
 inline int64_t setting(const char *name, int64_t otherwise) {
@@ -205,6 +213,7 @@ inline char *allocate(size_t size, int on_device, const char *file, int line) {
     memset(pages + GUARD, poison_bytes[0], bytes - 2 * GUARD);
     EMU_HIDE(pages + GUARD, start - pages - GUARD);
     EMU_HIDE(start + size, room - size);
+    EMU_UNDEFINED(start, size);
     std::unique_ptr<char[]> twin;
     if (h.check && on_device >= 0) {
         twin.reset(new char[size]);
