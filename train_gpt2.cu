@@ -36,6 +36,7 @@
 #include <functional>
 #include <map>
 #include <mutex>
+#include <string>
 #include <thread>
 #include <vector>
 #ifdef USE_MPI
@@ -50,6 +51,7 @@ static_assert(sizeof(real) == sizeof(float), "theta is fp32 on the GPU");
     if (status_ != CUBLAS_STATUS_SUCCESS) { FAIL("%s: %s", #call, cublasLtGetStatusString(status_)); } } while (0)
 #define NCCL_CHECK(call) do { ncclResult_t status_ = (call); \
     if (status_ != ncclSuccess) { gpu::wait_for_blame(status_); FAIL("%s: %s", #call, ncclGetErrorString(status_)); } } while (0)
+#define MPI_CHECK(call) do { if ((call) != MPI_SUCCESS) { FAIL("%s: failed", #call); } } while (0)
 #define LAUNCHED() CUDA_CHECK(cudaGetLastError()) // follows each <<<>>>
 
 namespace gpu {
@@ -2182,9 +2184,9 @@ __global__ void __launch_bounds__(512) gradient_norm_kernel(double *parts, const
     sum = block_sum(sum, scratch);
     if (threadIdx.x == 0) { parts[blockIdx.x] = sum; }
 }
-__global__ void norm_sum_kernel(Stats *stats, const double *parts) {
+__global__ void norm_sum_kernel(Stats *stats, const double *parts, int num_parts) {
     double sum = 0;
-    for (int i = 0; i < NORM_BLOCKS; i++) { sum += parts[i]; }
+    for (int i = 0; i < num_parts; i++) { sum += parts[i]; }
     stats->squares = sum;
 }
 __global__ void clip_kernel(Stats *stats, float most) {
@@ -2196,9 +2198,12 @@ template <typename F> static void sum_stats(Model<F> *m); // section 7
 template <typename F> static void share_theta(Model<F> *m);
 
 template <typename F> static void gradient_norm(Model<F> *m) {
-    gradient_norm_kernel<<<NORM_BLOCKS, 512, 0, m->gpu->stream>>>(m->norm_parts, m->grads, m->d_spans, (int)m->norm_spans.size());
+    int64_t longest = 0;
+    for (const Span &span : m->norm_spans) { if (span.n > longest) { longest = span.n; } }
+    unsigned blocks = (unsigned)at_most(NORM_BLOCKS, ceil_div(longest, 512 * 4));
+    gradient_norm_kernel<<<blocks, 512, 0, m->gpu->stream>>>(m->norm_parts, m->grads, m->d_spans, (int)m->norm_spans.size());
     LAUNCHED();
-    norm_sum_kernel<<<1, 1, 0, m->gpu->stream>>>(m->stats, m->norm_parts);
+    norm_sum_kernel<<<1, 1, 0, m->gpu->stream>>>(m->stats, m->norm_parts, (int)blocks);
     LAUNCHED();
     sum_stats(m);
     clip_kernel<<<1, 1, 0, m->gpu->stream>>>(m->stats, (float)m->host->cfg.grad_clip);
@@ -2388,7 +2393,8 @@ template <typename F> static void optimizer_step(Model<F> *m, int64_t step, doub
 // A process drives its GPUs with a thread for each; several processes, one a machine, are one more range of ranks.
 
 static struct Job {
-    int processes = 1, process = 0, gpus = 1, first_device = 0; // of this process: its number, its GPUs, ranks from process * gpus on
+    int processes = 1, process = 0, gpus = 1; // this process: its number, its GPUs, with ranks from process * gpus on
+    int local_process = 0;         // its number among those of this machine, where that has several
     int world() const { return processes * gpus; }
     int timeout = 600;             // --timeout
     std::atomic<int> failing{0};   // a thread has begun to say why this process ends
@@ -2408,6 +2414,9 @@ static void job_after_failure(int status) {
     peers_say("failed");
     for (Gpu *gpu : job.gpus_open) { if (gpu->comm) { ncclCommAbort(gpu->comm); } } // so that others needn't wait for us
     fflush(stderr);
+#ifdef USE_MPI
+    if (job.processes > 1) { MPI_Abort(MPI_COMM_WORLD, status); }
+#endif
     _exit(status);
 }
 
@@ -2444,6 +2453,188 @@ static void comm_begin(Gpu *gpu) {
 static void comm_end(Gpu *gpu) {
     CUDA_CHECK(cudaEventRecord(gpu->returned, gpu->comm_stream));
     CUDA_CHECK(cudaStreamWaitEvent(gpu->stream, gpu->returned, 0));
+}
+
+// Several processes. Which one this is, and of how many, says MPI, or the launcher's environment. With MPI, that carries the id of
+// the NCCL communicator, and its launcher ends all processes when one dies. Else it goes through the folder OUT/peers, which
+// all machines must see. Files there are replaced as a whole, by rename. Those that an earlier run may have left can't be
+// mistaken for this run's: each process draws a number at random, and nothing counts that doesn't name it.
+//
+//     process_K    its number | the number of the id it has read | GPUs | what it trains | state | beats
+//     id           a number | 1: go | the numbers of all processes | the ncclUniqueId
+//
+// Process 0 writes the id once all others are there, and again if one of them has come anew, and says go when all have read it.
+// From then on each process counts up its beats and watches those of the others: so it is known who is lost, and at once who
+// has failed; NCCL itself might wait for ever.
+struct PeerSign { uint64_t number, read, gpus, what; char state[16]; int64_t beats; };
+static struct Peers {
+    char dir[4200];
+    PeerSign mine;
+    std::vector<PeerSign> last;    // of each process
+    std::vector<double> changed;   // when its sign last changed
+    std::thread thread;
+    std::mutex lock;
+    std::condition_variable wake;
+    int beating, leaving;
+} peers;
+
+static void peers_write(const char *name, const std::string &text) {
+    std::string path = std::string(peers.dir) + "/" + name, temporary = path + ".tmp";
+    FILE *file = fopen(temporary.c_str(), "wb");
+    if (!file || fwrite(text.data(), 1, text.size(), file) != text.size() || fclose(file) != 0 || rename(temporary.c_str(), path.c_str()) != 0) {
+        FAIL("%s: cannot write: %s; expected a folder that all processes share", path.c_str(), strerror(errno));
+    }
+}
+static std::string peers_read(const std::string &name) { // "" if it isn't there
+    std::string path = std::string(peers.dir) + "/" + name, text(8192, '\0');
+    FILE *file = fopen(path.c_str(), "rb");
+    if (!file) { return ""; }
+    text.resize(fread(&text[0], 1, text.size(), file));
+    fclose(file);
+    return text;
+}
+static std::string peers_name(int process) { return "process_" + std::to_string(process); }
+static void peers_write_mine() {
+    char text[256];
+    const PeerSign *s = &peers.mine;
+    snprintf(text, sizeof text, "%llx %llx %llu %llx %s %lld\n", (unsigned long long)s->number, (unsigned long long)s->read, (unsigned long long)s->gpus, (unsigned long long)s->what, s->state, (long long)s->beats);
+    peers_write(peers_name(job.process).c_str(), text);
+}
+static bool peers_read_sign(int process, PeerSign *s) {
+    unsigned long long number, read, gpus, what;
+    long long beats;
+    if (sscanf(peers_read(peers_name(process)).c_str(), "%llx %llx %llu %llx %15s %lld", &number, &read, &gpus, &what, s->state, &beats) != 6) { return false; }
+    s->number = number;
+    s->read = read;
+    s->gpus = gpus;
+    s->what = what;
+    s->beats = beats;
+    return true;
+}
+static std::string peers_ranks(int process) {
+    int first = process * job.gpus, last = first + job.gpus - 1;
+    return "process " + std::to_string(process) + " of " + std::to_string(job.processes) + (job.gpus == 1 ? " (rank " + std::to_string(first) : " (ranks " + std::to_string(first) + " to " + std::to_string(last)) + ")";
+}
+
+// Process 0 hands out `id`. Returns when all have it.
+static void peers_meet(ncclUniqueId *id, const char *out, uint64_t what) {
+    snprintf(peers.dir, sizeof peers.dir, "%s/peers", out);
+    double begin = seconds();
+    struct stat info;
+    if (job.process == 0) { make_dirs(peers.dir); }
+    while (stat(peers.dir, &info) != 0) {
+        if (seconds() - begin > job.timeout) { FAIL("%s: not there after %d s, expected process 0 to make it (--timeout)", peers.dir, job.timeout); }
+        usleep(20000);
+    }
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    uint64_t drawn = random_u64((uint64_t)now.tv_sec * 1000000007 + (uint64_t)now.tv_nsec) ^ random_u64(((uint64_t)getpid() << 32) + (uint64_t)job.process), serial = 0;
+    peers.mine = {drawn, 0, (uint64_t)job.gpus, what, "joins", 0};
+    peers.last.assign((size_t)job.processes, {});
+    std::vector<uint64_t> named((size_t)job.processes, 0);
+    auto write_id = [&](int go) {
+        std::string text((const char *)id, sizeof *id), head;
+        char word[32];
+        snprintf(word, sizeof word, "%llx %d", (unsigned long long)serial, go);
+        head = word;
+        for (uint64_t number : named) { snprintf(word, sizeof word, " %llx", (unsigned long long)number); head += word; }
+        peers_write("id", head + "\n" + text);
+    };
+    for (;; usleep(20000)) {
+        int missing = -1, go = 0;
+        peers_write_mine();
+        if (job.process == 0) {
+            bool all = true, anew = false;
+            for (int k = 1; k < job.processes; k++) {
+                PeerSign *s = &peers.last[(size_t)k];
+                if (!peers_read_sign(k, s)) { missing = k; break; }
+                if (s->number != named[(size_t)k]) { named[(size_t)k] = s->number; anew = true; }
+                if (!serial || s->read != serial) { all = false; missing = k; }
+            }
+            if (missing >= 0) { all = false; }
+            bool here = true;
+            for (int k = 1; k < job.processes; k++) { here = here && named[(size_t)k]; }
+            if (here && (anew || !serial)) { serial = random_u64(drawn + (uint64_t)++peers.mine.beats); write_id(0); }
+            else if (here && all) { write_id(1); go = 1; }
+        } else {
+            missing = 0;
+            std::string text = peers_read("id");
+            size_t line = text.find('\n'), used = 0;
+            unsigned long long word = 0;
+            int n = 0, flag = 0;
+            if (line != std::string::npos && text.size() == line + 1 + sizeof *id && sscanf(text.c_str(), "%llx %d%n", &word, &flag, &n) == 2) {
+                serial = word;
+                used = (size_t)n;
+                std::vector<uint64_t> list;
+                while (sscanf(text.c_str() + used, " %llx%n", &word, &n) == 1 && used < line) { list.push_back(word); used += (size_t)n; }
+                if (list.size() >= (size_t)job.processes && list[(size_t)job.process] == drawn) {
+                    peers.mine.read = serial;
+                    memcpy((void *)id, text.data() + line + 1, sizeof *id);
+                    go = flag;
+                }
+            }
+        }
+        if (go) { break; }
+        if (seconds() - begin > job.timeout) { FAIL("%s: no sign of %s in %d s, expected it to join (--timeout)", peers.dir, peers_ranks(missing < 0 ? 0 : missing).c_str(), job.timeout); }
+    }
+    snprintf(peers.mine.state, sizeof peers.mine.state, "trains");
+    peers_write_mine();
+}
+
+// What the thread that beats does at each beat.
+static void peers_beat() {
+    peers.mine.beats++;
+    peers_write_mine();
+    for (int k = 0; k < job.processes; k++) {
+        PeerSign now = {}, *last = &peers.last[(size_t)k];
+        if (k == job.process || strcmp(last->state, "done") == 0) { continue; }
+        if (peers_read_sign(k, &now)) {
+            if (now.number != last->number || now.beats != last->beats || strcmp(now.state, last->state) != 0) { *last = now; peers.changed[(size_t)k] = seconds(); }
+            if (strcmp(now.state, "failed") == 0) { FAIL("%s has failed, expected it to train on: it says why", peers_ranks(k).c_str()); }
+            if (now.gpus != peers.mine.gpus || now.what != peers.mine.what) {
+                FAIL("%s has %llu GPUs and trains %016llx, expected %llu and %016llx as here: the same flags, data and checkpoint", peers_ranks(k).c_str(), (unsigned long long)now.gpus, (unsigned long long)now.what, (unsigned long long)peers.mine.gpus, (unsigned long long)peers.mine.what);
+            }
+        }
+        if (seconds() - peers.changed[(size_t)k] > job.timeout) { FAIL("%s is lost: no sign of it in %d s (--timeout)", peers_ranks(k).c_str(), job.timeout); }
+    }
+}
+static void peers_watch() {
+    peers.changed.assign((size_t)job.processes, seconds());
+    for (PeerSign &s : peers.last) { s = {}; }
+    peers.beating = 1;
+    peers.thread = std::thread([] {
+        double period = job.timeout / 10.0 < 5 ? job.timeout / 10.0 : 5;
+        std::unique_lock<std::mutex> hold(peers.lock);
+        for (;;) {
+            if (!job.failing) { peers_beat(); }
+            if (peers.wake.wait_for(hold, std::chrono::duration<double>(period), [] { return peers.leaving; })) { return; }
+        }
+    });
+}
+static void peers_say(const char *state) { // the last that is heard of this process: nothing more may go wrong here
+    if (!peers.beating) { return; }
+    std::unique_lock<std::mutex> hold(peers.lock, std::defer_lock);
+    if (peers.thread.joinable() && std::this_thread::get_id() != peers.thread.get_id()) { hold.lock(); } // after its last beat
+    char text[256], path[4300], temporary[4400];
+    snprintf(path, sizeof path, "%s/process_%d", peers.dir, job.process);
+    snprintf(temporary, sizeof temporary, "%s.last", path);
+    const PeerSign *s = &peers.mine;
+    int n = snprintf(text, sizeof text, "%llx %llx %llu %llx %s %lld\n", (unsigned long long)s->number, (unsigned long long)s->read, (unsigned long long)s->gpus, (unsigned long long)s->what, state, (long long)s->beats + 1);
+    FILE *file = fopen(temporary, "wb");
+    if (!file) { return; }
+    int written = fwrite(text, 1, (size_t)n, file) == (size_t)n;
+    if (fclose(file) != 0 || !written || rename(temporary, path) != 0) { unlink(temporary); }
+}
+static void peers_leave() {
+    if (!peers.beating) { return; }
+    {
+        std::lock_guard<std::mutex> hold(peers.lock);
+        peers.leaving = 1;
+    }
+    peers.wake.notify_one();
+    peers.thread.join();
+    peers_say("done");
+    peers.beating = 0;
 }
 
 template <typename F> constexpr ncclDataType_t NCCL_TYPE = sizeof(F) == 2 ? ncclBfloat16 : ncclFloat32;
@@ -2754,7 +2945,7 @@ static MemoryUse machine_estimate(::GPT *m, int64_t B, int64_t T) {
 }
 static void machine_allocate(::GPT *m, int64_t B, int64_t T) {
     int count = device_count(), world = job.world();
-    if (job.first_device + job.gpus > count) { FAIL("--gpus: found %d from GPU %d on, expected at most the %d that are here", job.gpus, job.first_device, count); }
+    if (job.local_process * job.gpus + job.gpus > count) { FAIL("--gpus: found %d from GPU %d on, expected at most the %d that are here", job.gpus, job.local_process * job.gpus, count); }
     team.host = m;
     m->theta = (real *)calloc((size_t)m->num_theta, sizeof(real));
     m->moments = (real *)calloc((size_t)m->num_moments + 1, sizeof(real));
@@ -2772,7 +2963,7 @@ static void machine_allocate(::GPT *m, int64_t B, int64_t T) {
     if (job.gpus > 1) { for (Worker *worker : team.workers) { worker->thread = std::thread(worker_main, worker); } }
     on_all([&](Worker *worker) {
         int i = (int)(std::find(team.workers.begin(), team.workers.end(), worker) - team.workers.begin());
-        gpu_open(&worker->gpu, job.first_device + i, job.process * job.gpus + i, world);
+        gpu_open(&worker->gpu, job.local_process * job.gpus + i, job.process * job.gpus + i, world);
         worker->gpu.local = i;
         worker->model = is_bf16(&m->cfg) ? (void *)gpt_allocate<bf16>(m, &worker->gpu, B, T) : (void *)gpt_allocate<float>(m, &worker->gpu, B, T);
     });
@@ -2797,14 +2988,51 @@ static void machine_close() {
     job.gpus_open.clear();
 }
 
+// Everything is allocated: now the GPUs meet. A first round of what they will do, so that NCCL allocates too, and a last look whether
+// all mean the same run.
 static void machine_connect(const ::GPT *m, int64_t step) {
     int world = job.world();
     if (world == 1) { return; }
     ncclUniqueId id;
+    char *listing = config_listing(&m->cfg, " ");
+    uint64_t what = random_u64((uint64_t)step ^ (uint64_t)crc32_z(0, (const unsigned char *)listing, strlen(listing)) << 24);
+    free(listing);
     if (job.process == 0) { NCCL_CHECK(ncclGetUniqueId(&id)); }
-    (void)m;
-    (void)step;
-    on_all([&](Worker *worker) { NCCL_CHECK(ncclCommInitRank(&worker->gpu.comm, world, id, worker->gpu.rank)); });
+#ifdef USE_MPI
+    if (job.processes > 1) {
+        uint64_t mine[2] = {what, (uint64_t)job.gpus};
+        std::vector<uint64_t> all((size_t)(2 * job.processes));
+        MPI_CHECK(MPI_Bcast(&id, sizeof id, MPI_BYTE, 0, MPI_COMM_WORLD));
+        MPI_CHECK(MPI_Allgather(mine, 2, MPI_UINT64_T, all.data(), 2, MPI_UINT64_T, MPI_COMM_WORLD));
+        for (int k = 0; k < job.processes; k++) {
+            if (all[(size_t)(2 * k)] != what || all[(size_t)(2 * k + 1)] != (uint64_t)job.gpus) { FAIL("%s has other flags, another checkpoint or another number of GPUs, expected the same as here", peers_ranks(k).c_str()); }
+        }
+    }
+#else
+    if (job.processes > 1) {
+        peers_meet(&id, m->cfg.out, what);
+        peers_watch();
+    }
+#endif
+    on_all([&](Worker *worker) {
+        Gpu *gpu = &worker->gpu;
+        NCCL_CHECK(ncclCommInitRank(&gpu->comm, world, id, gpu->rank));
+        Stats *stats = NULL;
+        float *work = NULL;
+        ON_MODEL(worker, (stats = model->stats, work = (float *)model->work));
+        CUDA_CHECK(cudaMemsetAsync(stats, 0, sizeof(Stats), gpu->stream));
+        CUDA_CHECK(cudaMemsetAsync(work, 0, sizeof(float), gpu->stream));
+        comm_begin(gpu);
+        NCCL_CHECK(ncclAllReduce(stats, stats, 1, ncclFloat64, ncclSum, gpu->comm, gpu->comm_stream));
+        NCCL_CHECK(ncclReduce(work, work, 1, ncclFloat32, ncclSum, 0, gpu->comm, gpu->comm_stream));
+        NCCL_CHECK(ncclBroadcast(work, work, 1, ncclFloat32, 0, gpu->comm, gpu->comm_stream));
+        for (int r = job.gpus; r < world; r++) { // as copy_state does
+            if (gpu->rank == r) { NCCL_CHECK(ncclSend(work, 1, ncclFloat32, 0, gpu->comm, gpu->comm_stream)); }
+            if (gpu->rank == 0) { NCCL_CHECK(ncclRecv(work, 1, ncclFloat32, r, gpu->comm, gpu->comm_stream)); }
+        }
+        comm_end(gpu);
+        gpu_wait(gpu, "the other GPUs");
+    });
 }
 static void machine_to_device(::GPT *) { ON_ALL(copy_state(model, 1)); }
 static void machine_to_host(::GPT *) { ON_ALL(copy_state(model, 0)); }
@@ -2833,9 +3061,40 @@ static int machine_check(::GPT *, Run *run) {
 static const Machine gpu_machine = {check_options, machine_estimate, machine_allocate, machine_connect, machine_to_device, machine_to_host, machine_reparameterize, machine_forward, machine_logits, machine_update,
                                     machine_validate, machine_check};
 
-static void peers_say(const char *) { }
-static void job_begin() { machine = &gpu_machine; }
-static void job_end() { machine_close(); }
+static int environment(const char *const *names, int otherwise) {
+    for (; *names; names++) {
+        const char *text = getenv(*names);
+        if (text && *text) { return atoi(text); }
+    }
+    return otherwise;
+}
+
+// Which process this is, of how many. Open MPI, MPICH and Slurm say it to programs that know nothing of MPI as well.
+static void job_begin() {
+    static const char *const sizes[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", NULL}, *const ranks[] = {"OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", NULL};
+    static const char *const locals[] = {"OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID", NULL};
+    machine = &gpu_machine;
+    job.processes = environment(sizes, 1);
+    job.process = job.processes > 1 ? environment(ranks, -1) : 0;
+#ifdef USE_MPI
+    int threads = 0;
+    MPI_CHECK(MPI_Init_thread(NULL, NULL, MPI_THREAD_FUNNELED, &threads));
+    MPI_CHECK(MPI_Comm_size(MPI_COMM_WORLD, &job.processes));
+    MPI_CHECK(MPI_Comm_rank(MPI_COMM_WORLD, &job.process));
+#endif
+    if (job.processes < 1 || job.process < 0 || job.process >= job.processes) { FAIL("found process %d of %d in the launcher's environment, expected a number from 0 on, less than theirs", job.process, job.processes); }
+    job.local_process = job.processes > 1 ? environment(locals, 0) : 0;
+    num_processes = job.processes;
+    process_number = job.process;
+    if (job.process > 0 && !freopen("/dev/null", "w", stdout)) { FAIL("/dev/null: cannot open: %s", strerror(errno)); }
+}
+static void job_end() {
+    machine_close();
+    peers_leave();
+#ifdef USE_MPI
+    MPI_CHECK(MPI_Finalize());
+#endif
+}
 
 } // namespace gpu
 
