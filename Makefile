@@ -80,8 +80,8 @@ test: all $(TESTS) $(EMU_TESTS)
 # CUDA sources without a GPU: dev/emu/transform mirrors a .cu, and every .cu it includes, into $(BUILD)/emu/src, and a
 # C++ compiler takes them from there. A test of the GPU code is a line in EMU_TESTS and a file dev/test/NAME.cu.
 CXX      ?= c++
-EMU_TESTS = $(BUILD)/emu/test_emu $(BUILD)/emu/test_multi
-EMU_FLAGS = -std=c++20 -Wall -Wextra -Wno-unused-function -Wno-unknown-pragmas -fno-math-errno -fno-trapping-math -DCUDA_EMU -Idev/emu/include -iquote . $(OPENMP)
+EMU_TESTS = $(BUILD)/emu/test_emu $(BUILD)/emu/test_cuda $(BUILD)/emu/test_multi
+EMU_FLAGS = -std=c++20 -Wall -Wextra -Wno-unknown-pragmas -fno-math-errno -fno-trapping-math -DCUDA_EMU -Idev/emu/include -iquote . $(OPENMP)
 EMU_OPT  ?= -O2 -g $(filter -march=% -mcpu=%,$(CFLAGS))
 EMU_SOURCES = dev/emu/transform $(wildcard dev/emu/include/*.h *.cu dev/cuda/*.cu dev/cuda/*.cuh dev/test/*.cuh)
 test-emu: $(EMU_TESTS)
