@@ -47,7 +47,7 @@ static void remove_root() {
     cr_assert(system(command.c_str()) == 0);
 }
 
-static const char *const MODEL = "--layers 2 --channels 16 --heads 1 --seq-len 4 --vocab 64 --batch 1 --precision fp32 --warmup 0 --val-every 0 --steps 20 --save-every 0 --keep 0";
+static const char *const MODEL = "--layers 2 --channels 16 --heads 1 --seq-len 4 --vocab 64 --batch 1 --precision fp32 --warmup 0 --lr 1e-3 --val-every 0 --steps 20 --save-every 0 --keep 0";
 static int launcher = -1; // processes and which, in the environment of a launcher; -1: none
 static int launcher_size;
 
@@ -214,13 +214,11 @@ Test(multi, optimizer_memory_falls) {
 // ----------------------------------------------------------------------------------------------------
 // The same losses
 
-// 20 steps of 24 sequences on 1, 2, 3, 4 and 8 GPUs; in short tests, 8 sequences for powers of two and 3 for 3 GPUs.
-static void losses_agree(const char *name, const std::string &flags, int all) {
+// 20 steps of 24 sequences on 1, 2, 3, 4 and 8 GPUs; in short tests `groups`: sequences, and the numbers of GPUs. Learning rates
+// are moderate: training is chaotic, and at high ones sums in another order grow to differences that say nothing.
+static void losses_agree(const char *name, const std::string &flags, std::vector<std::pair<int, std::vector<int>>> groups) {
     double by_world = 0, by_zero = 0;
-    std::vector<std::pair<int, std::vector<int>>> groups;
     if (full()) { groups = {{24, {2, 3, 4, 8}}}; }
-    else if (all) { groups = {{8, {2, 4, 8}}, {3, {3}}}; }
-    else { groups = {{8, {8}}, {3, {3}}}; }
     for (auto &[total, worlds] : groups) {
         std::string of = flags + " --val-every 10 --val-batches 7 --total-batch " + std::to_string(total), one = std::string(name) + std::to_string(total);
         run(one, of + " --gpus 1");
@@ -242,11 +240,11 @@ static void losses_agree(const char *name, const std::string &flags, int all) {
     printf("%s: worst difference of a loss %.1e, of --zero 0 and 1 %.1e\n", name, by_world, by_zero);
     remove_root();
 }
-Test(multi, losses_baseline, .init = make_root) { losses_agree("baseline", "--variant baseline", 1); }
-Test(multi, losses_unified, .init = make_root) { losses_agree("unified", "--variant unified", 0); }
-Test(multi, losses_unified_muon, .init = make_root) { losses_agree("muon", "--variant unified --optimizer muon --lr 2e-3", 0); }
-Test(multi, losses_moe, .init = make_root) { losses_agree("moe", "--variant unified --experts 3 --top-k 2 --expert-hidden 8 --shared-hidden 8 --router-z-loss 0.01", 0); }
-Test(multi, losses_tied, .init = make_root) { losses_agree("tied", "--variant unified --tie-embeddings on", 0); } // dW~ of a tied head lies apart
+Test(multi, losses_baseline, .init = make_root) { losses_agree("baseline", "--variant baseline", {{8, {2, 4, 8}}, {3, {3}}}); }
+Test(multi, losses_unified, .init = make_root) { losses_agree("unified", "--variant unified", {{3, {3}}, {4, {2, 4}}}); }
+Test(multi, losses_unified_muon, .init = make_root) { losses_agree("muon", "--variant unified --optimizer muon --lr 5e-4", {{3, {3}}, {8, {8}}}); }
+Test(multi, losses_moe, .init = make_root) { losses_agree("moe", "--variant unified --experts 3 --top-k 2 --expert-hidden 8 --shared-hidden 8 --router-z-loss 0.01", {{3, {3}}, {2, {2}}}); }
+Test(multi, losses_tied, .init = make_root) { losses_agree("tied", "--variant unified --tie-embeddings on", {{3, {3}}}); } // dW~ of a tied head lies apart
 
 static void same_file(const std::string &a, const std::string &b) {
     std::string x = read_text(a), y = read_text(b);
@@ -265,7 +263,7 @@ Test(multi, same_number_same_bits, .init = make_root) {
 
 // Saved by N, continued by M: the unbroken run's losses
 Test(multi, resume_with_other_numbers, .init = make_root) {
-    const std::string flags = "--variant unified --optimizer muon --lr 2e-3 --total-batch 24 ";
+    const std::string flags = "--variant unified --optimizer muon --total-batch 24 ";
     run("unbroken", flags + "--stop-at 4 --gpus 1");
     int odd = 0;
     for (int n : {1, 2, 3, 8}) {
