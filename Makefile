@@ -1,8 +1,10 @@
 # make            train_gpt2 and the data programs
 # make demo       the paper's idea in a few minutes: baseline against unified on a synthetic language
+# make train_gpt2cu  the program for NVIDIA GPUs, where nvcc is
 # make test       all tests          make test-sanitize   the same under AddressSanitizer and UBSan, and valgrind
 # make check-export  exported models against Transformers, where it is installed (PYTHON=python3)
 # make test-emu   the CUDA file and dev/emu's own tests, without a GPU (dev/emu/README.md); part of make test
+# make test-multi several GPUs and processes in all combinations, and 30 faults at random moments (minutes)
 # make bench      speed against OpenBLAS and PyTorch, parts of a step, memory (BENCH_FLAGS=--quick: about a minute)
 # make roofline   what a training step must cost on an H100 and an H200, kernel by kernel: arithmetic, no GPU needed
 # make theory     the theorems of the paper, by numbers from this code
@@ -84,11 +86,51 @@ EMU_TESTS = $(BUILD)/emu/test_emu $(BUILD)/emu/test_cuda $(BUILD)/emu/test_multi
 EMU_FLAGS = -std=c++20 -Wall -Wextra -Wno-unknown-pragmas -fno-math-errno -fno-trapping-math -DCUDA_EMU -Idev/emu/include -iquote . $(OPENMP)
 EMU_OPT  ?= -O2 -g $(filter -march=% -mcpu=%,$(CFLAGS))
 EMU_SOURCES = dev/emu/transform $(wildcard dev/emu/include/*.h *.cu dev/cuda/*.cu dev/cuda/*.cuh dev/test/*.cuh)
+# every combination of model, GPUs and --zero, and 30 faults at random moments: some minutes
+test-multi: $(BUILD)/emu/test_multi
+	TEST_MULTI=full dev/test/run.sh $<
+.PHONY: test-multi
 test-emu: $(EMU_TESTS)
 	@dev/test/run.sh $(EMU_TESTS)
 $(BUILD)/emu/%: dev/test/%.cu $(EMU_SOURCES) train_gpt2.c $(HEADERS) Makefile | $(BUILD)
 	dev/emu/transform $< $(BUILD)/emu/src
 	$(CXX) $(EMU_FLAGS) $(EMU_OPT) -x c++ $(BUILD)/emu/src/$< -x none -o $@ $(LDFLAGS) -lcriterion -lboost_context $(LDLIBS)
+
+# The program itself in the emulation, to test its command line.
+train_gpt2emu: $(BUILD)/train_gpt2emu
+$(BUILD)/train_gpt2emu: train_gpt2.cu $(EMU_SOURCES) train_gpt2.c $(HEADERS) Makefile | $(BUILD)
+	dev/emu/transform $< $(BUILD)/emu/src
+	$(CXX) $(EMU_FLAGS) $(EMU_OPT) -x c++ $(BUILD)/emu/src/$< -x none -o $@ $(LDFLAGS) -lboost_context $(LDLIBS)
+
+# On a GPU: sm_80 and sm_90, and PTX for what comes later. NCCL is for several GPUs; without it the program takes one.
+NVCC ?= $(firstword $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc))
+GPU_ARCH ?= -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90 -gencode arch=compute_90,code=compute_90
+comma := ,
+space := $(subst ,, )
+# does a program with that header and library compile and link?
+nvcc_has = $(shell t=$$(mktemp -d) && printf '\043include <$(1)>\nint main() { return 0; }\n' >$$t/t.cu && $(NVCC) $$t/t.cu -o $$t/t $(2) >/dev/null 2>&1 && echo yes; rm -rf $$t)
+ifneq ($(filter train_gpt2cu test-gpu $(BUILD)/gpu/%,$(MAKECMDGOALS)),)
+NO_NCCL ?= $(if $(NVCC),$(if $(call nvcc_has,nccl.h,-lnccl),,yes))
+# MPI tells several machines' processes who they are; without it their launcher's environment and a shared folder do
+MPICXX ?= $(if $(NO_NCCL)$(NO_MPI),,$(firstword $(shell command -v mpicxx mpic++)))
+MPI_FLAGS := $(if $(MPICXX),$(shell $(MPICXX) --showme:compile 2>/dev/null || $(MPICXX) -compile_info 2>/dev/null | cut -d' ' -f2-))
+MPI_LIBS := $(if $(MPICXX),$(shell $(MPICXX) --showme:link 2>/dev/null || $(MPICXX) -link_info 2>/dev/null | cut -d' ' -f2-))
+endif
+NVCC_FLAGS = -std=c++20 -O3 $(GPU_ARCH) -Xcompiler $(subst $(space),$(comma),$(strip -Wall -Wextra -fno-math-errno -fno-trapping-math $(OPENMP) $(filter -march=% -mcpu=%,$(CFLAGS)))) $(if $(NO_NCCL),-DNO_NCCL) \
+    $(if $(MPICXX),-DUSE_MPI -DOMPI_SKIP_MPICXX -DMPICH_SKIP_MPICXX $(filter -I%,$(MPI_FLAGS)))
+NVCC_LIBS = $(filter -L% -l%,$(MPI_LIBS)) -lcublasLt $(if $(NO_NCCL),,-lnccl) $(LDFLAGS) $(LDLIBS)
+.PHONY: train_gpt2emu test-gpu have-nvcc
+have-nvcc:
+	@test -n "$(NVCC)" || { echo "train_gpt2cu: found no nvcc in PATH or /usr/local/cuda/bin, expected the CUDA toolkit (or NVCC=path); the CPU program needs none: make train_gpt2" >&2; exit 1; }
+	@test "$(call nvcc_has,cublasLt.h,-lcublasLt)" = yes || { echo "train_gpt2cu: found $(NVCC) but no cuBLAS that compiles and links, expected cublasLt.h and libcublasLt of the CUDA toolkit" >&2; exit 1; }
+	@echo "found $(NVCC) ($$($(NVCC) --version | sed -n 's/.*release \([^,]*\).*/\1/p')), cuBLAS, $(if $(NO_NCCL),no NCCL: one GPU only,NCCL and $(if $(MPICXX),MPI: $(MPICXX),no MPI: processes find each other by files))"
+train_gpt2cu: train_gpt2.cu train_gpt2.c $(HEADERS) Makefile | have-nvcc
+	$(NVCC) $(NVCC_FLAGS) $< -o $@ $(NVCC_LIBS)
+test-gpu: $(BUILD)/gpu/test_cuda
+	@dev/test/run.sh $^
+$(BUILD)/gpu/test_%: dev/test/test_%.cu train_gpt2.cu train_gpt2.c $(HEADERS) Makefile | $(BUILD) have-nvcc
+	mkdir -p $(dir $@)
+	$(NVCC) $(NVCC_FLAGS) $< -o $@ -lcriterion $(NVCC_LIBS)
 
 # AddressSanitizer and UBSan over the same tests, with a sanitized train_gpt2 under test_cli; then valgrind, where
 # it is installed, on a short training run. Criterion's own leaks keep leak checking for valgrind.
@@ -124,4 +166,4 @@ $(BUILD)/roofline: dev/cuda/roofline.c train_gpt2.c $(HEADERS) Makefile | $(BUIL
 	$(CC) $(CFLAGS) $< -o $@ $(LDFLAGS) $(LDLIBS)
 
 clean:
-	rm -rf $(BUILD) train_gpt2 data/tokenize data/synth
+	rm -rf $(BUILD) train_gpt2 train_gpt2cu data/tokenize data/synth

@@ -3505,6 +3505,7 @@ static void train_step(GPT *m, Run *run) {
     double begin = seconds(), lr = learning_rate(cfg, step - 1);
     machine->update(m, run, step, lr);
     double loss = run->loss, norm = run->norm;
+    char *moe_columns = moe_text(m, run); // before a validation counts tokens too
     if (!isfinite(loss) || !isfinite(norm)) {
         int64_t *steps = NULL;
         int count = checkpoint_list(cfg->out, &steps);
@@ -3518,7 +3519,6 @@ static void train_step(GPT *m, Run *run) {
     if (run->has_val && (step == cfg->steps || (cfg->val_every > 0 && step % cfg->val_every == 0))) { val_loss = machine->validate(m, &run->val); }
     fprintf(run->metrics.file, "%lld,%lld,%.9g,%.9g,", (long long)step, (long long)(run->state.sequences * cfg->seq_len), lr, loss);
     if (!isnan(val_loss)) { fprintf(run->metrics.file, "%.9g", val_loss); }
-    char *moe_columns = moe_text(m, run);
     fprintf(run->metrics.file, ",%.9g%s\n", norm, moe_columns);
     free(moe_columns);
     fprintf(run->timing.file, "%lld,%.3f,%.1f\n", (long long)step, ms, (double)tokens / ms * 1000);

@@ -313,9 +313,9 @@ template <typename F> struct Model {
     std::vector<LayerActs<F>> acts;
     F *x_final, *ln_final, *d_ln_final;
     float *ln_final_rstd;
-    F *qkv;                        // (N,Q) of the layer at work, where it has Output-Norms
+    F *qkv;                        // (N,Q) of the layer at work, where it has Output-Norms: is work
     float *qkv_rstd;               // (N,NH+2KVH)
-    void *work;                    // logits; at the end of a step partial sums of dgamma_b and what Muon needs
+    void *work;                    // shared by what isn't needed at the same time: qkv, logits, partial sums of dgamma_b, Muon
     size_t work_bytes;
     F *logits;                     // (head_chunk,V): is work
     float *partial;                // partial sums over rows
@@ -1685,7 +1685,6 @@ template <typename F> static void layout_activations(Model<F> *m, int64_t B, int
     arena_take(a, m->ln_final, N * C);
     arena_take(a, m->ln_final_rstd, N);
     arena_take(a, m->d_ln_final, N * C);
-    arena_take(a, m->qkv, qkv_norm ? N * Q : 0);
     arena_take(a, m->qkv_rstd, qkv_norm ? N * (cfg->heads + 2 * cfg->kv_heads) : 0);
     arena_take(a, m->att_dot, N * cfg->heads);
     arena_take(a, m->dx, N * C);
@@ -1741,8 +1740,10 @@ template <typename F> static MemoryUse gpt_layout(Model<F> *m, int64_t B, int64_
     if (m->work_bytes < (size_t)m->num_partial * sizeof(float)) { m->work_bytes = (size_t)m->num_partial * sizeof(float); }
     if (m->work_bytes < (size_t)muon) { m->work_bytes = (size_t)muon; }
     for (const Place &place : m->places) { if (m->work_bytes < (size_t)place.ld * sizeof(float)) { m->work_bytes = (size_t)place.ld * sizeof(float); } } // a row, for copy_state
+    int64_t qkv = any_norm(gpt_layer_maps(m->host, 0) + SITE_Q, 3) ? N * m->host->qkv_width * (int64_t)sizeof(F) : 0;
+    if (m->work_bytes < (size_t)qkv) { m->work_bytes = (size_t)qkv; }
     m->work = arena_bytes(a, (int64_t)m->work_bytes);
-    m->logits = (F *)m->work;
+    m->logits = m->qkv = (F *)m->work;
     int64_t partial = at_most(N * (E ? cfg->top_k : 1) + E * MOE_ROWS, ROW_BLOCKS + E) * widest, router = ceil_div(N, ROUTER_TOKENS) * (2 * E + 1);
     if (partial < CLASSIFIER_PARTS * V) { partial = CLASSIFIER_PARTS * V; }
     arena_take(a, m->partial, partial > router ? partial : router);
