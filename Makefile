@@ -7,6 +7,7 @@
 # make test-multi several GPUs and processes in all combinations, and 30 faults at random moments (minutes)
 # make bench      speed against OpenBLAS and PyTorch, parts of a step, memory (BENCH_FLAGS=--quick: about a minute)
 # make roofline   what a training step must cost on an H100 and an H200, kernel by kernel: arithmetic, no GPU needed
+# make scaling    what several GPUs and machines must send, how much of it hides behind the backward, and what is left of the speed
 # make theory     the theorems of the paper, by numbers from this code
 # make data       the synthetic corpus that train_gpt2 reads by default
 # make clean      removes what make built; runs/ and data/ stay
@@ -162,6 +163,11 @@ $(BUILD)/bench_profile: dev/bench/bench.c train_gpt2.c $(HEADERS) Makefile | $(B
 
 roofline: $(BUILD)/roofline
 	$(BUILD)/roofline
+scaling: $(BUILD)/scaling
+	$(BUILD)/scaling
+.PHONY: scaling
+$(BUILD)/scaling: dev/cuda/scaling.c dev/cuda/roofline.c train_gpt2.c $(HEADERS) Makefile | $(BUILD)
+	$(CC) $(CFLAGS) $< -o $@ $(LDFLAGS) $(LDLIBS)
 $(BUILD)/roofline: dev/cuda/roofline.c train_gpt2.c $(HEADERS) Makefile | $(BUILD)
 	$(CC) $(CFLAGS) $< -o $@ $(LDFLAGS) $(LDLIBS)
 

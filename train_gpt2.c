@@ -3385,7 +3385,7 @@ static void print_estimate(GPT *m) {
     if (paper && !given(&m->cfg, "layers") && !given(&m->cfg, "channels") && !given(&m->cfg, "experts")) { printf("%-12s %14s  the size of this model there, rounded%s\n", "paper", paper, m->cfg.experts ? ": total/active" : ""); }
     MemoryUse use = machine->estimate_memory(m, m->cfg.batch, m->cfg.seq_len);
     const double MiB = 1 << 20;
-    printf("memory, MiB  %14.1f  theta %.1f, theta~ %.1f, gradients %.1f, optimizer %.1f, activations %.1f, work space %.1f\n", (double)use.total / MiB,
+    printf("memory, MiB  %14.1f  %stheta %.1f, theta~ %.1f, gradients %.1f, optimizer %.1f, activations %.1f, work space %.1f\n", (double)use.total / MiB, m->cfg.gpus == 1 ? "" : "on each GPU: ",
            (double)use.theta / MiB, (double)use.effective / MiB, (double)use.grads / MiB, (double)use.moments / MiB, (double)use.activations / MiB, (double)use.work / MiB);
     printf("FLOPs        %14.3g  a token, forward and backward\n", flops_per_token(m));
     double tokens = (double)m->cfg.steps * m->cfg.total_batch * m->cfg.seq_len;
