@@ -6,8 +6,11 @@
 # make test-emu   the CUDA file and dev/emu's own tests, without a GPU (dev/emu/README.md); part of make test
 # make test-gpu   the same tests on a GPU           make ptxas-report  registers and spills of its kernels, where nvcc is
 # make test-mutants  does a test fail when a kernel is broken on purpose?
+# make test-multi several GPUs and processes in all combinations, and 30 faults at random moments (minutes)
+# make labs       the kernel labs of dev/cuda in the emulation: each version of each kernel against the CPU
 # make bench      speed against OpenBLAS and PyTorch, parts of a step, memory (BENCH_FLAGS=--quick: about a minute)
 # make roofline   what a training step must cost on an H100 and an H200, kernel by kernel: arithmetic, no GPU needed
+# make scaling    what several GPUs and machines must send, how much of it hides behind the backward, and what is left of the speed
 # make ablate     the paper's step-by-step experiment, small, with 5 seeds: a table and figures in about 15 minutes on 2 cores
 #                 EXPERIMENT=dev/ablate/small/NAME.exp: another; ABLATE_FLAGS: flags of build/ablate --help
 # make theory     the theorems of the paper, by numbers from this code
@@ -67,7 +70,7 @@ $(BUILD)/ablate: dev/ablate/ablate.c Makefile | $(BUILD)
 # again in float; the rest drive the programs from outside.
 TESTS = $(BUILD)/test_gpt2_double $(BUILD)/test_gpt2_float $(BUILD)/test_cli $(BUILD)/test_tokenizer $(BUILD)/test_synth \
         $(BUILD)/test_theory $(BUILD)/test_hf $(BUILD)/test_ablate
-EMU_TESTS = $(BUILD)/emu/test_emu $(BUILD)/emu/test_kernels $(BUILD)/emu/test_attention $(BUILD)/emu/test_cuda
+EMU_TESTS = $(BUILD)/emu/test_emu $(BUILD)/emu/test_kernels $(BUILD)/emu/test_attention $(BUILD)/emu/test_cuda $(BUILD)/emu/test_multi
 $(BUILD):
 	mkdir -p $@
 $(BUILD)/test_gpt2_double: test_gpt2.c train_gpt2.c $(HEADERS) Makefile | $(BUILD)
@@ -99,6 +102,10 @@ EMU_FLAGS = -std=c++20 -Wall -Wextra -Wno-unused-function -Wno-unknown-pragmas -
 # -O1 without -g: compiling is most of the time that these tests take
 EMU_OPT  ?= -O1 $(filter -march=% -mcpu=%,$(CFLAGS))
 EMU_SOURCES = dev/emu/transform $(wildcard dev/emu/include/*.h *.cu dev/cuda/*.cu dev/cuda/*.cuh dev/test/*.cuh)
+# every combination of model, GPUs and --zero, and 30 faults at random moments: some minutes
+test-multi: $(BUILD)/emu/test_multi
+	TEST_MULTI=full dev/test/run.sh $<
+.PHONY: test-multi
 test-emu: $(EMU_TESTS)
 	@dev/test/run.sh $(EMU_TESTS)
 $(BUILD)/emu/%: dev/test/%.cu $(EMU_SOURCES) train_gpt2.c $(HEADERS) Makefile | $(BUILD)
@@ -129,17 +136,22 @@ space := $(subst ,, )
 nvcc_has = $(shell t=$$(mktemp -d) && printf '\043include <$(1)>\nint main() { return 0; }\n' >$$t/t.cu && $(NVCC) $$t/t.cu -o $$t/t $(2) >/dev/null 2>&1 && echo yes; rm -rf $$t)
 ifneq ($(filter train_gpt2cu test-gpu ptxas-report nvcc-check $(BUILD)/gpu/%,$(MAKECMDGOALS)),)
 NO_NCCL ?= $(if $(NVCC),$(if $(call nvcc_has,nccl.h,-lnccl),,yes))
+# MPI tells several machines' processes who they are; without it their launcher's environment and a shared folder do
+MPICXX ?= $(if $(NO_NCCL)$(NO_MPI),,$(firstword $(shell command -v mpicxx mpic++)))
+MPI_FLAGS := $(if $(MPICXX),$(shell $(MPICXX) --showme:compile 2>/dev/null || $(MPICXX) -compile_info 2>/dev/null | cut -d' ' -f2-))
+MPI_LIBS := $(if $(MPICXX),$(shell $(MPICXX) --showme:link 2>/dev/null || $(MPICXX) -link_info 2>/dev/null | cut -d' ' -f2-))
 endif
-NVCC_FLAGS = -std=c++20 -O3 $(GPU_ARCH) -Xcompiler $(subst $(space),$(comma),$(strip -Wall -Wextra -fno-math-errno -fno-trapping-math $(OPENMP) $(filter -march=% -mcpu=%,$(CFLAGS)))) $(if $(NO_NCCL),-DNO_NCCL)
-NVCC_LIBS = -lcublasLt $(if $(NO_NCCL),,-lnccl) $(LDFLAGS) $(LDLIBS)
+NVCC_FLAGS = -std=c++20 -O3 $(GPU_ARCH) -Xcompiler $(subst $(space),$(comma),$(strip -Wall -Wextra -fno-math-errno -fno-trapping-math $(OPENMP) $(filter -march=% -mcpu=%,$(CFLAGS)))) $(if $(NO_NCCL),-DNO_NCCL) \
+    $(if $(MPICXX),-DUSE_MPI -DOMPI_SKIP_MPICXX -DMPICH_SKIP_MPICXX $(filter -I%,$(MPI_FLAGS)))
+NVCC_LIBS = $(filter -L% -l%,$(MPI_LIBS)) -lcublasLt $(if $(NO_NCCL),,-lnccl) $(LDFLAGS) $(LDLIBS)
 .PHONY: train_gpt2emu test-gpu test-mutants ptxas-report nvcc-check have-nvcc
 have-nvcc:
 	@test -n "$(NVCC)" || { echo "train_gpt2cu: found no nvcc in PATH or /usr/local/cuda/bin, expected the CUDA toolkit (or NVCC=path); the CPU program needs none: make train_gpt2" >&2; exit 1; }
 	@test "$(call nvcc_has,cublasLt.h,-lcublasLt)" = yes || { echo "train_gpt2cu: found $(NVCC) but no cuBLAS that compiles and links, expected cublasLt.h and libcublasLt of the CUDA toolkit" >&2; exit 1; }
-	@echo "found $(NVCC) ($$($(NVCC) --version | sed -n 's/.*release \([^,]*\).*/\1/p')), cuBLAS, $(if $(NO_NCCL),no NCCL: one GPU only,NCCL)"
+	@echo "found $(NVCC) ($$($(NVCC) --version | sed -n 's/.*release \([^,]*\).*/\1/p')), cuBLAS, $(if $(NO_NCCL),no NCCL: one GPU only,NCCL and $(if $(MPICXX),MPI: $(MPICXX),no MPI: processes find each other by files))"
 train_gpt2cu: train_gpt2.cu train_gpt2.c $(HEADERS) Makefile | have-nvcc
 	$(NVCC) $(NVCC_FLAGS) $< -o $@ $(NVCC_LIBS)
-GPU_TESTS = $(patsubst $(BUILD)/emu/%,$(BUILD)/gpu/%,$(filter-out %/test_emu,$(EMU_TESTS)))
+GPU_TESTS = $(patsubst $(BUILD)/emu/%,$(BUILD)/gpu/%,$(filter-out %/test_emu %/test_multi,$(EMU_TESTS)))
 test-gpu: $(GPU_TESTS)
 	@ls /dev/nvidia[0-9]* /dev/dxg >/dev/null 2>&1 || { echo "test-gpu: built $(GPU_TESTS), but found no GPU, expected one to run them on (without: make test-emu)" >&2; exit 1; }
 	@dev/test/run.sh $(GPU_TESTS)
@@ -190,6 +202,11 @@ $(BUILD)/bench_profile: dev/bench/bench.c train_gpt2.c $(HEADERS) Makefile | $(B
 
 roofline: $(BUILD)/roofline
 	$(BUILD)/roofline
+scaling: $(BUILD)/scaling
+	$(BUILD)/scaling
+.PHONY: scaling
+$(BUILD)/scaling: dev/cuda/scaling.c dev/cuda/roofline.c train_gpt2.c $(HEADERS) Makefile | $(BUILD)
+	$(CC) $(CFLAGS) $< -o $@ $(LDFLAGS) $(LDLIBS)
 $(BUILD)/roofline: dev/cuda/roofline.c train_gpt2.c $(HEADERS) Makefile | $(BUILD)
 	$(CC) $(CFLAGS) $< -o $@ $(LDFLAGS) $(LDLIBS)
 
