@@ -2305,7 +2305,9 @@ template <typename F> static MemoryUse gpt_layout(Model<F> *m, int64_t B, int64_
     if (m->work_bytes < (size_t)qkv) { m->work_bytes = (size_t)qkv; }
     m->work = arena_bytes(a, (int64_t)m->work_bytes);
     m->logits = m->qkv = (F *)m->work;
-    int64_t partial = at_most(N * (E ? cfg->top_k : 1) + E * MOE_ROWS, ROW_BLOCKS + E) * widest, router = ceil_div(N, ROUTER_TOKENS) * (2 * E + 1);
+    int64_t partial = at_most(N, ROW_BLOCKS) * widest, router = ceil_div(N, ROUTER_TOKENS) * (2 * E + 1);
+    int64_t experts = E ? at_most(moe_capacity(cfg, N), ceil_div(ROW_BLOCKS, E)) * E * widest : 0; // row_grid
+    if (partial < experts) { partial = experts; }
     if (partial < CLASSIFIER_PARTS * V) { partial = CLASSIFIER_PARTS * V; }
     arena_take(a, m->partial, partial > router ? partial : router);
     arena_take(a, m->losses, N);
@@ -2353,7 +2355,7 @@ template <typename F> static Model<F> *gpt_allocate(::GPT *host, Gpu *gpu, int64
     size_t total = gpt_layout(m, B, T).total, available, all;
     CUDA_CHECK(cudaMemGetInfo(&available, &all));
     if (total > available) {
-        FAIL("the model needs %.2f GiB, found %.2f GiB free on GPU %d: expected a smaller model, --batch or --seq-len, or --recompute 1 or 2 (see --estimate)", (double)total / (1 << 30), (double)available / (1 << 30), gpu->device);
+        FAIL("the model needs %.2f GiB, found %.2f GiB free on GPU %d of this machine: expected a smaller model, --batch or --seq-len, or --recompute 1 or 2 (see --estimate)", (double)total / (1 << 30), (double)available / (1 << 30), gpu->device);
     }
 #ifdef CUDA_EMU
     m->arena.base = (char *)1; // tensors are allocations of their own
@@ -2723,23 +2725,25 @@ template <typename F> static void gpt_zero_grad(Model<F> *m) {
     CUDA_CHECK(cudaMemsetAsync(m->stats, 0, sizeof(Stats), m->gpu->stream));
 }
 
-template <typename F> __global__ void __launch_bounds__(1024) logits_kernel(float *out, const F *logits, const float *gamma, int norm, int64_t V) {
+// One row: the norm of the head, in place.
+__global__ void __launch_bounds__(1024) logits_norm_kernel(float *logits, const float *gamma, int64_t V) {
     __shared__ float scratch[32];
-    float sum = 0, r = 1;
-    if (norm) {
-        for (int64_t v = threadIdx.x; v < V; v += blockDim.x) { sum += to_float(logits[v]) * to_float(logits[v]); }
-        r = 1 / sqrtf(block_sum(sum, scratch) / (float)V + (float)NORM_EPS);
-    }
-    for (int64_t v = threadIdx.x; v < V; v += blockDim.x) { out[v] = (gamma ? gamma[v] : 1.0f) * (to_float(logits[v]) * r); }
+    float sum = 0;
+    for (int64_t v = threadIdx.x; v < V; v += blockDim.x) { sum += logits[v] * logits[v]; }
+    float r = 1 / sqrtf(block_sum(sum, scratch) / (float)V + (float)NORM_EPS);
+    for (int64_t v = threadIdx.x; v < V; v += blockDim.x) { logits[v] = (gamma ? gamma[v] : 1.0f) * (logits[v] * r); }
 }
-// Logits (rows,V), to the host, of the last `rows` tokens of the last gpt_forward, norm of the head included.
+// Logits (rows,V), to the host, of the last `rows` tokens of the last gpt_forward, norm of the head included. In fp32: bf16 has
+// ties among them.
 template <typename F> static void gpt_logits(Model<F> *m, float *logits, int64_t rows) {
     const ::LinearMap *head = gpt_head(m->host);
     int64_t N = m->B * m->T, C = m->host->cfg.channels, V = m->host->cfg.vocab, ldv = round_up(V, PAD);
     for (int64_t r = 0; r < rows; r++) {
-        matmul_forward(m->gpu, m->logits, ldv, (const F *)m->ln_final + (N - rows + r) * C, C, (const F *)w_eff(m, head), map_of(m, head)->ld, 1, C, ldv);
-        logits_kernel<F><<<1, 1024, 0, m->gpu->stream>>>(m->partial, m->logits, gpt_gamma(m, head->gamma_norm), head->norm, V);
-        LAUNCHED();
+        matmul_forward(m->gpu, m->partial, ldv, (const F *)m->ln_final + (N - rows + r) * C, C, (const F *)w_eff(m, head), map_of(m, head)->ld, 1, C, ldv);
+        if (head->norm) {
+            logits_norm_kernel<<<1, 1024, 0, m->gpu->stream>>>(m->partial, gpt_gamma(m, head->gamma_norm), V);
+            LAUNCHED();
+        }
         CUDA_CHECK(cudaMemcpyAsync(logits + r * V, m->partial, (size_t)V * sizeof(float), cudaMemcpyDeviceToHost, m->gpu->stream));
     }
     CUDA_CHECK(cudaStreamSynchronize(m->gpu->stream));
@@ -3549,11 +3553,6 @@ static void machine_allocate(::GPT *m, int64_t B, int64_t T) {
     int count = device_count(), world = job.world();
     if (job.local_process * job.gpus + job.gpus > count) { FAIL("--gpus: found %d from GPU %d on, expected at most the %d that are here", job.gpus, job.local_process * job.gpus, count); }
     team.host = m;
-    m->theta = (real *)calloc((size_t)m->num_theta, sizeof(real));
-    m->moments = (real *)calloc((size_t)m->num_moments + 1, sizeof(real));
-    m->inputs = (int32_t *)calloc((size_t)(B * T), sizeof(int32_t));
-    m->targets = (int32_t *)calloc((size_t)(B * T), sizeof(int32_t));
-    if (!m->theta || !m->moments || !m->inputs || !m->targets) { FAIL("out of memory"); }
     if (world > 1) {
         before_failure = job_before_failure;
         after_failure = job_after_failure;
@@ -3569,6 +3568,11 @@ static void machine_allocate(::GPT *m, int64_t B, int64_t T) {
         worker->gpu.local = i;
         worker->model = is_bf16(&m->cfg) ? (void *)gpt_allocate<bf16>(m, &worker->gpu, B, T) : (void *)gpt_allocate<float>(m, &worker->gpu, B, T);
     });
+    m->theta = (real *)calloc((size_t)m->num_theta, sizeof(real));
+    m->moments = (real *)calloc((size_t)m->num_moments + 1, sizeof(real));
+    m->inputs = (int32_t *)calloc((size_t)(B * T), sizeof(int32_t));
+    m->targets = (int32_t *)calloc((size_t)(B * T), sizeof(int32_t));
+    if (!m->theta || !m->moments || !m->inputs || !m->targets) { FAIL("cannot allocate %.2f GiB on the host, for theta and moments", (double)(m->num_theta + m->num_moments) * sizeof(real) / (1 << 30)); }
 }
 static void machine_close() {
     if (team.workers.empty()) { return; }

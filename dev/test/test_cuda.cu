@@ -127,7 +127,8 @@ static void gradients_fp32(const char *flags) {
 
 // bf16 has 8 significant bits, so that each value that is stored is off by up to 2^-9, and a gradient by what its layers add up:
 // tolerances are at most 3 times what was seen, loss first, then by role: embedding, matrix, residual, router, head, gamma_b,
-// gamma_a, gamma_norm (SHOW_ERRORS=1 prints twice what it sees). A norm divides by a sum of rounded values, so errors grow where
+// gamma_a, gamma_norm (SHOW_ERRORS=1 prints twice what it sees). The loss, whose errors cancel by luck, is allowed twice the worst
+// of all cases, with Output-Norms and without. A norm divides by a sum of rounded values, so errors grow where
 // there are more of them. Of a mixture of experts the seed is one for which no token changes its expert by rounding.
 struct Allowed { double loss, role[NUM_ROLES]; };
 static void gradients_bf16(const char *flags, Allowed allowed) {
@@ -155,29 +156,30 @@ CASE(noscale, DENSE "--variant noscale", {1e-4, {1e-2, 2e-2, 2e-2, 0, 9e-3, 0, 0
 CASE(hg, DENSE "--variant hg", {1e-4, {1e-2, 2e-2, 1e-2, 0, 9e-3, 2e-2, 0, 0}})
 CASE(ap, DENSE "--variant ap", {1e-4, {1e-2, 2e-2, 1e-2, 0, 9e-3, 0, 2e-2, 0}})
 CASE(dp, DENSE "--variant dp", {1e-4, {1e-2, 2e-2, 1e-2, 0, 9e-3, 1e-2, 2e-2, 0}})
-CASE(dnp, DENSE "--variant dnp", {4e-4, {4e-2, 5e-2, 4e-2, 0, 2e-2, 5e-2, 0, 4e-2}})
+CASE(dnp, DENSE "--variant dnp", {1e-3, {4e-2, 5e-2, 4e-2, 0, 2e-2, 5e-2, 0, 4e-2}})
 CASE(reparam_or, DENSE "--variant or", {1e-4, {1e-2, 2e-2, 2e-2, 0, 9e-3, 2e-2, 0, 0}})
 CASE(reparam_er, DENSE "--variant er", {1e-4, {1e-2, 2e-2, 1e-2, 0, 9e-3, 2e-2, 0, 0}})
 CASE(hg_dp_or, DENSE "--variant hg+dp+or", {1e-4, {1e-2, 2e-2, 1e-2, 0, 9e-3, 2e-2, 2e-2, 0}})
-CASE(unified, DENSE "--variant unified", {4e-4, {4e-2, 5e-2, 3e-2, 0, 3e-2, 5e-2, 0, 5e-2}})
-CASE(unified_er, DENSE "--variant unified --reparam er", {6e-4, {4e-2, 5e-2, 3e-2, 0, 2e-2, 5e-2, 0, 5e-2}})
+CASE(unified, DENSE "--variant unified", {1e-3, {4e-2, 5e-2, 3e-2, 0, 3e-2, 5e-2, 0, 5e-2}})
+CASE(unified_er, DENSE "--variant unified --reparam er", {1e-3, {4e-2, 5e-2, 3e-2, 0, 2e-2, 5e-2, 0, 5e-2}})
 CASE(unified_all_norms, DENSE "--variant unified --qk-norm on --post-norm on", {1e-3, {4e-2, 5e-2, 4e-2, 0, 2e-2, 6e-2, 0, 6e-2}})
-CASE(norms_without_vectors, DENSE "--norm-scale off --qk-norm on --post-norm on --placement dnp", {3e-4, {4e-2, 5e-2, 4e-2, 0, 2e-2, 0, 0, 0}})
-CASE(sites, DENSE "--placement q=dnp,o=dnp,down=dnp,gate=dp,up=dnp,v=ap --hg on --reparam er", {1e-4, {2e-2, 3e-2, 2e-2, 0, 2e-2, 5e-2, 2e-2, 4e-2}})
+CASE(norms_without_vectors, DENSE "--norm-scale off --qk-norm on --post-norm on --placement dnp", {1e-3, {4e-2, 5e-2, 4e-2, 0, 2e-2, 0, 0, 0}})
+CASE(sites, DENSE "--placement q=dnp,o=dnp,down=dnp,gate=dp,up=dnp,v=ap --hg on --reparam er", {1e-3, {2e-2, 3e-2, 2e-2, 0, 2e-2, 5e-2, 2e-2, 4e-2}})
 CASE(gqa, DENSE "--kv-heads 2", {1e-4, {1e-2, 2e-2, 1e-2, 0, 1e-2, 2e-2, 0, 0}})
-CASE(gqa_unified, DENSE "--kv-heads 3 --variant unified", {1e-4, {4e-2, 5e-2, 3e-2, 0, 2e-2, 5e-2, 0, 5e-2}})
+CASE(gqa_unified, DENSE "--kv-heads 3 --variant unified", {1e-3, {4e-2, 5e-2, 3e-2, 0, 2e-2, 5e-2, 0, 5e-2}})
 CASE(tied, DENSE "--tie-embeddings on", {1e-4, {1e-2, 2e-2, 1e-2, 0, 0, 2e-2, 0, 0}})
 CASE(tied_plain, DENSE "--tie-embeddings on --variant noscale", {1e-4, {1e-2, 2e-2, 2e-2, 0, 0, 0, 0, 0}})
-CASE(tied_unified, DENSE "--tie-embeddings on --variant unified", {3e-4, {4e-2, 5e-2, 4e-2, 0, 0, 7e-2, 0, 6e-2}})
-CASE(head_64, "--channels 128 --heads 2 --hidden 101 --variant unified", {9e-4, {4e-2, 5e-2, 3e-2, 0, 2e-2, 4e-2, 0, 6e-2}})
-CASE(head_2, "--channels 8 --heads 4 --hidden 5 --variant unified", {2e-4, {8e-2, 1e-1, 6e-2, 0, 2e-2, 2e-1, 0, 8e-2}})
-CASE(head_of_odd_pairs, "--channels 70 --heads 5 --hidden 31 --variant unified", {2e-4, {4e-2, 4e-2, 3e-2, 0, 2e-2, 4e-2, 0, 5e-2}})
-CASE(hidden_beyond_shared_memory, "--channels 16 --heads 2 --hidden 6100 --variant unified", {6e-4, {4e-2, 5e-2, 3e-2, 0, 2e-2, 5e-2, 0, 5e-2}})
+CASE(tied_unified, DENSE "--tie-embeddings on --variant unified", {1e-3, {4e-2, 5e-2, 4e-2, 0, 0, 7e-2, 0, 6e-2}})
+CASE(head_64, "--channels 128 --heads 2 --hidden 101 --variant unified", {1e-3, {4e-2, 5e-2, 3e-2, 0, 2e-2, 4e-2, 0, 6e-2}})
+CASE(head_2, "--channels 8 --heads 4 --hidden 5 --variant unified", {1e-3, {8e-2, 1e-1, 6e-2, 0, 2e-2, 2e-1, 0, 8e-2}})
+CASE(head_of_odd_pairs, "--channels 70 --heads 5 --hidden 31 --variant unified", {1e-3, {4e-2, 4e-2, 3e-2, 0, 2e-2, 4e-2, 0, 5e-2}})
+CASE(hidden_beyond_shared_memory, "--channels 16 --heads 2 --hidden 6100 --variant unified", {1e-3, {4e-2, 5e-2, 3e-2, 0, 2e-2, 5e-2, 0, 5e-2}})
 CASE(moe, MOE "--seed 24", {1e-4, {1e-2, 2e-2, 2e-2, 2e-2, 1e-2, 2e-2, 0, 0}})
-CASE(moe_unified, MOE "--variant unified --seed 8", {4e-4, {4e-2, 5e-2, 4e-2, 4e-2, 3e-2, 5e-2, 0, 6e-2}})
-CASE(moe_all_norms, MOE "--variant unified --qk-norm on --post-norm on --router-z-loss 0.01 --seed 19", {1e-4, {3e-2, 5e-2, 3e-2, 4e-2, 2e-2, 5e-2, 0, 5e-2}})
-CASE(moe_down, MOE "--placement down=dnp,gate=dnp --hg on --reparam or --seed 24", {1e-4, {3e-2, 3e-2, 3e-2, 3e-2, 2e-2, 4e-2, 0, 4e-2}})
-CASE(moe_experts_only, MOE "--shared-hidden 0 --variant dnp --router-z-loss 0.1 --seed 24", {6e-4, {3e-2, 5e-2, 3e-2, 3e-2, 2e-2, 4e-2, 0, 5e-2}})
+CASE(moe_unified, MOE "--variant unified --seed 8", {1e-3, {4e-2, 5e-2, 4e-2, 4e-2, 3e-2, 5e-2, 0, 6e-2}})
+CASE(moe_all_norms, MOE "--variant unified --qk-norm on --post-norm on --router-z-loss 0.01 --seed 19", {1e-3, {3e-2, 5e-2, 3e-2, 4e-2, 2e-2, 5e-2, 0, 5e-2}})
+CASE(moe_down, MOE "--placement down=dnp,gate=dnp --hg on --reparam or --seed 24", {1e-3, {3e-2, 3e-2, 3e-2, 3e-2, 2e-2, 4e-2, 0, 4e-2}})
+CASE(moe_experts_only, MOE "--shared-hidden 0 --variant dnp --router-z-loss 0.1 --seed 24", {1e-3, {3e-2, 5e-2, 3e-2, 3e-2, 2e-2, 4e-2, 0, 5e-2}})
+CASE(moe_few_rows, "--channels 16 --heads 2 --experts 4 --top-k 1 --expert-hidden 44 --shared-hidden 0 --variant unified", {1e-3, {5e-2, 7e-2, 5e-2, 1e-2, 2e-2, 7e-2, 0, 7e-2}})
 CASE(moe_one_of_many, "--channels 72 --heads 6 --experts 37 --top-k 1 --expert-hidden 8 --variant hg --seed 1", {1e-4, {1e-2, 4e-2, 3e-2, 1e-2, 1e-2, 5e-2, 0, 0}})
 
 // Parameters after 10 steps, each on a batch of its own: |difference| / |theta - its initial value| of all, which is stricter than
