@@ -36,6 +36,8 @@ enum cublasLtMatmulDescAttributes_t { CUBLASLT_MATMUL_DESC_COMPUTE_TYPE, CUBLASL
                                       CUBLASLT_MATMUL_DESC_FILL_MODE, CUBLASLT_MATMUL_DESC_EPILOGUE };
 enum cublasLtMatrixLayoutAttribute_t { CUBLASLT_MATRIX_LAYOUT_TYPE, CUBLASLT_MATRIX_LAYOUT_ORDER, CUBLASLT_MATRIX_LAYOUT_ROWS, CUBLASLT_MATRIX_LAYOUT_COLS,
                                        CUBLASLT_MATRIX_LAYOUT_LD, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET };
+enum cublasLtReductionScheme_t { CUBLASLT_REDUCTION_SCHEME_NONE, CUBLASLT_REDUCTION_SCHEME_INPLACE, CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE,
+                                 CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE = 4, CUBLASLT_REDUCTION_SCHEME_MASK = 7 };
 enum cublasLtMatmulPreferenceAttributes_t { CUBLASLT_MATMUL_PREF_SEARCH_MODE, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK = 3,
                                             CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES = 5, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
                                             CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES };
@@ -172,18 +174,17 @@ inline
 #else
 __attribute__((optimize("O3"))) inline
 #endif
-void product(float *__restrict__ c, const float *__restrict__ a, const float *__restrict__ b, int64_t m, int64_t n, int64_t k) {
+void product(float *c, const float *__restrict__ a, const float *__restrict__ b, int64_t m, int64_t n, int64_t k) {
     memset(c, 0, (size_t)(m * n) * sizeof(float));
     for (int64_t i0 = 0; i0 < m; i0 += 512) {
         int64_t rows = m - i0 < 512 ? m - i0 : 512;
         for (int64_t j = 0; j < n; j += 4) {
             int64_t cols = n - j < 4 ? n - j : 4;
-            float *c0 = c + j * m + i0, *c1 = c0 + m, *c2 = c1 + m, *c3 = c2 + m;
+            float *__restrict__ c0 = c + j * m + i0, *__restrict__ c1 = c0 + m, *__restrict__ c2 = c1 + m, *__restrict__ c3 = c2 + m;
             for (int64_t l = 0; l < k; l++) {
                 const float *column = a + l * m + i0, *row = b + j * k + l;
                 if (cols == 4) {
                     float b0 = row[0], b1 = row[k], b2 = row[2 * k], b3 = row[3 * k];
-                    #pragma GCC ivdep
                     for (int64_t i = 0; i < rows; i++) {
                         float v = column[i];
                         c0[i] += v * b0;

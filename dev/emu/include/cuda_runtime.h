@@ -6,7 +6,7 @@
 #endif
 #include <algorithm>
 #include <atomic>
-#include <cmath>
+#include <math.h>
 #include <cstddef>
 #include <cstdint>
 #include <ctime>

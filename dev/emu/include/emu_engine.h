@@ -90,6 +90,7 @@ struct Engine {
         sigaltstack(nullptr, &before);
         if (before.ss_flags & SS_DISABLE) { sigaltstack(&stack, nullptr); }
         if (shared == MAP_FAILED) { fail("out of memory for shared memory"); }
+        EMU_HIDE(shared, bytes);
     }
     ~Engine() {
         stack_t none = {}, before;
@@ -136,6 +137,7 @@ inline Fiber *new_fiber() {
     char *pages = (char *)mmap(nullptr, STACK_BYTES + 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (pages == MAP_FAILED || mprotect(pages, 4096, PROT_NONE)) { fail("out of memory for the stack of a thread"); }
     f->stack = pages + 4096;
+    EMU_STACK(f->stack, f->stack + STACK_BYTES);
     f->at = context::make_fcontext(f->stack + STACK_BYTES, STACK_BYTES, fiber_main);
     e.fibers.push_back(f);
     return f;
@@ -328,13 +330,19 @@ inline void meet(const char *what, unsigned mask, void *record, void (*resolve)(
 // and is followed by a guard zone.
 
 constexpr size_t SHARED_GUARD = 64;
+// unwritten shared memory: every other byte differs from unwritten device memory, and bf16 and float of it are NaNs, too
+inline void poison_shared(char *p, size_t bytes) {
+    for (size_t i = 0; i < bytes && i < 16; i++) { p[i] = (char)(poison_bytes[poison_side] ^ !(i & 1)); }
+    for (size_t done = 16; done < bytes; done *= 2) { memcpy(p + done, p, std::min(done, bytes - done)); }
+}
 inline void *shared_part(size_t bytes, size_t alignment) {
     Engine &e = *engine;
     size_t begin = round_up(e.shared_used, 2 * alignment) + alignment;
     e.shared_used = begin + bytes + SHARED_GUARD;
     char *part = e.shared + begin;
     EMU_SHOW(part, bytes);
-    memset(part, poison_bytes[poison_side], bytes);
+    poison_shared(part, bytes);
+    EMU_UNDEFINED(part, bytes);
 #ifndef EMU_ASAN
     memset(part + bytes, 0xa5, SHARED_GUARD);
 #endif
@@ -370,7 +378,7 @@ inline void run_block() {
     Engine &e = *engine;
     static std::atomic<uint64_t> serial{0};
     e.block_serial = ++serial;
-    EMU_HIDE(e.shared, round_up(e.shared_used, 8));
+    EMU_HIDE(e.shared, round_up(e.shared_used, 8)); // what the last block has used; the rest is hidden
     e.shared_parts.clear();
     e.shared_used = e.shared_static = 0;
     e.dynamic = (char *)shared_part(e.shared_dynamic, 16);
@@ -423,7 +431,7 @@ template <typename P> void check_argument(int position, P value) {
 }
 
 // What the transform makes of kernel<<<grid, block, shared, stream>>>(arguments):
-// emu::Launch(grid, block, shared, stream).kernel(name, kernel)(arguments)
+// emu::Launch(grid, block, shared, stream).emu_kernel(name, kernel)(arguments)
 struct Launch {
     dim3 grid, block;
     size_t shared;
@@ -431,7 +439,7 @@ struct Launch {
     Launch(dim3 grid_, dim3 block_, size_t shared_ = 0, cudaStream_t stream_ = nullptr) : grid(grid_), block(block_), shared(shared_), stream(stream_) { }
 
     template <typename... P>
-    auto kernel(const char *name, void (*function)(P...), const char *file = __builtin_FILE(), int line = __builtin_LINE()) {
+    auto emu_kernel(const char *name, void (*function)(P...), const char *file = __builtin_FILE(), int line = __builtin_LINE()) {
         return [=, launch = *this](std::type_identity_t<P>... arguments) {
             Now what = {name, file, line, true, nullptr, nullptr};
             launch.check(what, (const void *)function);

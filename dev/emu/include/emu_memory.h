@@ -1,8 +1,8 @@
 // emu_memory.h: device memory of the emulated GPUs, and what is checked about it.
 //
-// An allocation lies between two pages that nobody may touch:
+// An allocation lies between two guards that nobody may touch (1 MiB of addresses, no memory):
 //
-//     | guard page | slack ... | start ... size bytes ... | slack | guard page |
+//     | guard | slack | start ... size bytes ... | slack | guard |
 //
 // so that a wild index faults at once and the fault handler names the kernel, block and thread. Slack and fresh memory
 // hold a poison pattern (0xff: every float and bf16 of it is a NaN); AddressSanitizer, where it is on, watches the
@@ -39,14 +39,23 @@
 #define EMU_HIDE(p, n) ((void)(p), (void)(n))
 #define EMU_SHOW(p, n) ((void)(p), (void)(n))
 #endif
+#if __has_include(<valgrind/memcheck.h>) // costs nothing where valgrind doesn't run
+#include <valgrind/memcheck.h>
+#define EMU_UNDEFINED(p, n) (void)VALGRIND_MAKE_MEM_UNDEFINED(p, n)
+#define EMU_STACK(low, high) (void)VALGRIND_STACK_REGISTER(low, high)
+#else
+#define EMU_UNDEFINED(p, n) ((void)0)
+#define EMU_STACK(low, high) ((void)0)
+#endif
 
 namespace emu {
 inline int64_t setting(const char *name, int64_t otherwise) {
     const char *text = getenv(name);
     return text && *text ? strtoll(text, nullptr, 0) : otherwise;
 }
-// Memory that nobody has written: as in the first, and as in the second run of a kernel in check mode.
+// Memory that nobody has written: in the first, and in the second run of a kernel in check mode.
 inline const unsigned char poison_bytes[2] = {(unsigned char)setting("CUDA_EMU_POISON", 0xff), 0x7b};
+constexpr size_t GUARD = 1 << 20; // bytes that nobody may touch, on each side of an allocation
 
 // What this host thread is doing, for messages.
 struct Now {
@@ -94,12 +103,12 @@ struct Allocation {
     int device;           // -1: host memory of cudaMallocHost
     const char *file;     // who allocated it
     int line;
-    char *pages;          // with the guard pages
+    char *pages;          // with the guards
     size_t page_bytes;
     bool freed;
     std::unique_ptr<char[]> twin; // check mode: the same memory in the second run
-    char *low() const { return pages + 4096; }
-    char *high() const { return pages + page_bytes - 4096; }
+    char *low() const { return pages + GUARD; }
+    char *high() const { return pages + page_bytes - GUARD; }
 };
 struct Heap {
     std::map<uintptr_t, Allocation> blocks; // by address
@@ -190,20 +199,21 @@ inline Heap &heap() {
 inline size_t round_up(size_t n, size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 inline char *allocate(size_t size, int on_device, const char *file, int line) {
     Heap &h = heap();
-    size_t room = round_up(size, 256), bytes = round_up(room, 4096) + 8192;
+    size_t room = round_up(size, 256), bytes = round_up(room, 4096) + 2 * GUARD;
     char *pages = (char *)mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (pages == MAP_FAILED) { return nullptr; }
     bool locked = on_device >= 0 && h.key >= 0;
-    if (locked ? pkey_mprotect(pages + 4096, bytes - 8192, PROT_READ | PROT_WRITE, h.key)
-               : mprotect(pages + 4096, bytes - 8192, PROT_READ | PROT_WRITE)) {
+    if (locked ? pkey_mprotect(pages + GUARD, bytes - 2 * GUARD, PROT_READ | PROT_WRITE, h.key)
+               : mprotect(pages + GUARD, bytes - 2 * GUARD, PROT_READ | PROT_WRITE)) {
         munmap(pages, bytes);
         return nullptr;
     }
-    char *start = pages + bytes - 4096 - room;
+    char *start = pages + bytes - GUARD - room;
     Access access;
-    memset(pages + 4096, poison_bytes[0], bytes - 8192);
-    EMU_HIDE(pages + 4096, start - pages - 4096);
+    memset(pages + GUARD, poison_bytes[0], bytes - 2 * GUARD);
+    EMU_HIDE(pages + GUARD, start - pages - GUARD);
     EMU_HIDE(start + size, room - size);
+    EMU_UNDEFINED(start, size);
     std::unique_ptr<char[]> twin;
     if (h.check && on_device >= 0) {
         twin.reset(new char[size]);
@@ -257,7 +267,7 @@ inline void report_leaks() {
 #ifndef EMU_ASAN // AddressSanitizer has seen it already
 inline void check_slack() {
     auto intact = [](const char *from, const char *to) { // all poison: the first is, and each equals its neighbour
-        return from == to || ((unsigned char)*from == poison_bytes[0] && !memcmp(from, from + 1, to - from - 1));
+        return from == to || ((unsigned char)*from == poison_bytes[poison_side] && !memcmp(from, from + 1, to - from - 1));
     };
     Heap &h = heap();
     std::lock_guard<std::mutex> guard(h.lock);
@@ -270,8 +280,13 @@ inline void check_slack() {
              a.size, a.device, a.file, a.line);
     }
 }
+inline void fill_slack(Allocation &a) {
+    memset(a.low(), poison_bytes[poison_side], a.start - a.low());
+    memset(a.start + a.size, poison_bytes[poison_side], a.high() - a.start - a.size);
+}
 #else
 inline void check_slack() { }
+inline void fill_slack(Allocation &) { }
 #endif
 
 // ----------------------------------------------------------------------------------------------------
@@ -304,12 +319,13 @@ template <typename Body> void run_twice(Body &body) {
         return copy;
     };
     auto second_run = [&](uint64_t order) {
-        for (auto &c : all) { memcpy(c.a->start, c.a->twin.get(), c.a->size); }
-        random_state = order;
         poison_side = 1;
+        for (auto &c : all) { memcpy(c.a->start, c.a->twin.get(), c.a->size); fill_slack(*c.a); }
+        random_state = order;
         body();
-        poison_side = 0;
         check_slack();
+        poison_side = 0;
+        for (auto &c : all) { fill_slack(*c.a); }
     };
     for (auto &c : all) { c.first = save(c.a); }
     random_bits();

@@ -68,7 +68,7 @@ inline void cp_async_16(void *to, const void *from, int source_bytes = 16) {
     if ((uintptr_t)to % 16 || (source_bytes > 0 && (uintptr_t)from % 16)) { emu::fail("cp_async_16: an address isn't aligned to 16 bytes"); }
     if (source_bytes < 0 || source_bytes > 16) { emu::fail("cp_async_16: %d source bytes", source_bytes); }
     if (!emu::in_shared(to, 16)) { emu::fail("cp_async_16: the destination isn't inside the block's shared memory"); }
-    memset(to, emu::poison_bytes[emu::poison_side], 16);
+    emu::poison_shared((char *)to, 16);
     emu::self->copies.push_back({to, from, source_bytes, emu::self->groups});
 }
 inline void cp_async_commit() { emu::self->groups++; }

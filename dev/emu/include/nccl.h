@@ -82,12 +82,16 @@ inline void ring(Meeting *m) {
     m->bell++;
     syscall(SYS_futex, &m->bell, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
+inline double seconds() {
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + t.tv_nsec * 1e-9;
+}
 // Sleeps until ready() or an abort or the timeout; who() names those that are missing.
 template <typename Ready, typename Who> ncclResult_t wait_in(ncclComm *comm, const char *what, Ready ready, Who who) {
     Meeting *m = comm->meeting;
     static const int64_t limit = setting("CUDA_EMU_NCCL_TIMEOUT", 60);
-    timespec begin, now_;
-    clock_gettime(CLOCK_MONOTONIC, &begin);
+    double begin = seconds();
     for (;;) {
         uint32_t heard = m->bell;
         if (m->aborted || comm->error) {
@@ -95,8 +99,7 @@ template <typename Ready, typename Who> ncclResult_t wait_in(ncclComm *comm, con
             return (ncclResult_t)comm->error.load();
         }
         if (ready()) { return ncclSuccess; }
-        clock_gettime(CLOCK_MONOTONIC, &now_);
-        if (now_.tv_sec - begin.tv_sec >= limit) {
+        if (seconds() - begin >= (double)limit) {
             fprintf(stderr, "emu: nccl: rank %d of %d waited %lld s in %s for %s\n", comm->rank, comm->world, (long long)limit, what, who().c_str());
             comm->error = ncclRemoteError;
             return ncclRemoteError;
@@ -118,26 +121,19 @@ inline ncclResult_t arrive(ncclComm *comm, const char *what) {
                        return list;
                    });
 }
-// out[i] = op over the ranks of their element i
+// out[i] = op over the ranks of their element first + i
 template <typename T, typename Sum> void reduce_as(ncclComm *comm, void *out, size_t count, int op, size_t first) {
-    for (size_t i = 0; i < count; i++) {
-        Sum total = 0;
-        for (int r = 0; r < comm->world; r++) {
-            T t;
-            memcpy(&t, comm->meeting->slot(r).data + (first + i) * sizeof(T), sizeof(T));
-            Sum v = (Sum)t;
-            if (r == 0) { total = v; continue; }
-            switch (op) {
-            case ncclSum: case ncclAvg: total += v; break;
-            case ncclProd: total *= v; break;
-            case ncclMax: total = v > total ? v : total; break;
-            default: total = v < total ? v : total;
-            }
-        }
-        if (op == ncclAvg) { total /= (Sum)comm->world; }
-        T result = (T)total;
-        memcpy((char *)out + i * sizeof(T), &result, sizeof(T));
+    std::vector<Sum> total(count);
+    for (int r = 0; r < comm->world; r++) {
+        const T *theirs = (const T *)comm->meeting->slot(r).data + first;
+        auto each = [&](auto f) { for (size_t i = 0; i < count; i++) { total[i] = f(total[i], (Sum)theirs[i]); } };
+        if (r == 0) { each([](Sum, Sum v) { return v; }); }
+        else if (op == ncclProd) { each([](Sum a, Sum v) { return (Sum)(a * v); }); }
+        else if (op == ncclMax) { each([](Sum a, Sum v) { return v > a ? v : a; }); }
+        else if (op == ncclMin) { each([](Sum a, Sum v) { return v < a ? v : a; }); }
+        else { each([](Sum a, Sum v) { return (Sum)(a + v); }); }
     }
+    for (size_t i = 0; i < count; i++) { ((T *)out)[i] = (T)(op == ncclAvg ? (Sum)(total[i] / (Sum)comm->world) : total[i]); }
 }
 inline void reduce(ncclComm *comm, void *out, size_t count, int type, int op, size_t first = 0) {
     switch (type) {
