@@ -1,9 +1,13 @@
 # make            train_gpt2 and the data programs
 # make demo       the paper's idea in a few minutes: baseline against unified on a synthetic language
+# make train_gpt2cu  the program for NVIDIA GPUs, where nvcc is
 # make test       all tests          make test-sanitize   the same under AddressSanitizer and UBSan, and valgrind
 # make check-export  exported models against Transformers, where it is installed (PYTHON=python3)
 # make test-emu   the CUDA file and dev/emu's own tests, without a GPU (dev/emu/README.md); part of make test
+# make test-gpu   the same tests on a GPU           make ptxas-report  registers and spills of its kernels, where nvcc is
+# make test-mutants  does a test fail when a kernel is broken on purpose?
 # make bench      speed against OpenBLAS and PyTorch, parts of a step, memory (BENCH_FLAGS=--quick: about a minute)
+# make roofline   what a training step must cost on an H100 and an H200, kernel by kernel: arithmetic, no GPU needed
 # make theory     the theorems of the paper, by numbers from this code
 # make data       the synthetic corpus that train_gpt2 reads by default
 # make clean      removes what make built; runs/ and data/ stay
@@ -33,7 +37,8 @@ override CFLAGS += $(OPENMP)
 HEADERS = data/tokenizer.h
 SANITIZE = -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g
 
-.PHONY: all demo theory data test test-emu labs bench check-export test-sanitize sanitized-tests clean
+.PHONY: all demo theory data test bench roofline check-export test-sanitize sanitized-tests clean
+.PHONY: test-emu labs
 .DELETE_ON_ERROR:
 all: train_gpt2 data/tokenize data/synth
 
@@ -54,6 +59,7 @@ demo: train_gpt2 data/synth
 # again in float; the rest drive the programs from outside.
 TESTS = $(BUILD)/test_gpt2_double $(BUILD)/test_gpt2_float $(BUILD)/test_cli $(BUILD)/test_tokenizer $(BUILD)/test_synth \
         $(BUILD)/test_theory $(BUILD)/test_hf
+EMU_TESTS = $(BUILD)/emu/test_emu $(BUILD)/emu/test_kernels $(BUILD)/emu/test_attention $(BUILD)/emu/test_cuda
 $(BUILD):
 	mkdir -p $@
 $(BUILD)/test_gpt2_double: test_gpt2.c train_gpt2.c $(HEADERS) Makefile | $(BUILD)
@@ -79,9 +85,10 @@ test: all $(TESTS) $(EMU_TESTS)
 # CUDA sources without a GPU: dev/emu/transform mirrors a .cu, and every .cu it includes, into $(BUILD)/emu/src, and a
 # C++ compiler takes them from there. A test of the GPU code is a line in EMU_TESTS and a file dev/test/NAME.cu.
 CXX      ?= c++
-EMU_TESTS = $(BUILD)/emu/test_emu $(BUILD)/emu/test_attention
+EMU_TESTS = $(addprefix $(BUILD)/emu/,test_emu test_attention test_kernels test_cuda)
 EMU_FLAGS = -std=c++20 -Wall -Wextra -Wno-unused-function -Wno-unknown-pragmas -fno-math-errno -fno-trapping-math -DCUDA_EMU -Idev/emu/include -iquote . $(OPENMP)
-EMU_OPT  ?= -O2 -g $(filter -march=% -mcpu=%,$(CFLAGS))
+# -O1 without -g: compiling is most of the time that these tests take
+EMU_OPT  ?= -O1 $(filter -march=% -mcpu=%,$(CFLAGS))
 EMU_SOURCES = dev/emu/transform $(wildcard dev/emu/include/*.h *.cu dev/cuda/*.cu dev/cuda/*.cuh dev/test/*.cuh)
 test-emu: $(EMU_TESTS)
 	@dev/test/run.sh $(EMU_TESTS)
@@ -97,6 +104,46 @@ $(BUILD)/lab/%: dev/cuda/%.cu dev/cuda/lab.h $(EMU_SOURCES) train_gpt2.c $(HEADE
 	@mkdir -p $(@D)
 	dev/emu/transform $< $(BUILD)/emu/src
 	$(CXX) $(EMU_FLAGS) $(EMU_OPT) -x c++ $(BUILD)/emu/src/$< -x none -o $@ $(LDFLAGS) -lboost_context $(LDLIBS)
+
+# The program itself in the emulation, to test its command line.
+train_gpt2emu: $(BUILD)/train_gpt2emu
+$(BUILD)/train_gpt2emu: train_gpt2.cu $(EMU_SOURCES) train_gpt2.c $(HEADERS) Makefile | $(BUILD)
+	dev/emu/transform $< $(BUILD)/emu/src
+	$(CXX) $(EMU_FLAGS) $(EMU_OPT) -x c++ $(BUILD)/emu/src/$< -x none -o $@ $(LDFLAGS) -lboost_context $(LDLIBS)
+
+# On a GPU: sm_80 and sm_90, and PTX for what comes later. NCCL is for several GPUs; without it the program takes one.
+NVCC ?= $(firstword $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc))
+GPU_ARCH ?= -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90 -gencode arch=compute_90,code=compute_90
+comma := ,
+space := $(subst ,, )
+# does a program with that header and library compile and link?
+nvcc_has = $(shell t=$$(mktemp -d) && printf '\043include <$(1)>\nint main() { return 0; }\n' >$$t/t.cu && $(NVCC) $$t/t.cu -o $$t/t $(2) >/dev/null 2>&1 && echo yes; rm -rf $$t)
+ifneq ($(filter train_gpt2cu test-gpu ptxas-report $(BUILD)/gpu/%,$(MAKECMDGOALS)),)
+NO_NCCL ?= $(if $(NVCC),$(if $(call nvcc_has,nccl.h,-lnccl),,yes))
+endif
+NVCC_FLAGS = -std=c++20 -O3 $(GPU_ARCH) -Xcompiler $(subst $(space),$(comma),$(strip -Wall -Wextra -fno-math-errno -fno-trapping-math $(OPENMP) $(filter -march=% -mcpu=%,$(CFLAGS)))) $(if $(NO_NCCL),-DNO_NCCL)
+NVCC_LIBS = -lcublasLt $(if $(NO_NCCL),,-lnccl) $(LDFLAGS) $(LDLIBS)
+.PHONY: train_gpt2emu test-gpu test-mutants ptxas-report have-nvcc
+have-nvcc:
+	@test -n "$(NVCC)" || { echo "train_gpt2cu: found no nvcc in PATH or /usr/local/cuda/bin, expected the CUDA toolkit (or NVCC=path); the CPU program needs none: make train_gpt2" >&2; exit 1; }
+	@test "$(call nvcc_has,cublasLt.h,-lcublasLt)" = yes || { echo "train_gpt2cu: found $(NVCC) but no cuBLAS that compiles and links, expected cublasLt.h and libcublasLt of the CUDA toolkit" >&2; exit 1; }
+	@echo "found $(NVCC) ($$($(NVCC) --version | sed -n 's/.*release \([^,]*\).*/\1/p')), cuBLAS, $(if $(NO_NCCL),no NCCL: one GPU only,NCCL)"
+train_gpt2cu: train_gpt2.cu train_gpt2.c $(HEADERS) Makefile | have-nvcc
+	$(NVCC) $(NVCC_FLAGS) $< -o $@ $(NVCC_LIBS)
+GPU_TESTS = $(patsubst $(BUILD)/emu/%,$(BUILD)/gpu/%,$(filter-out %/test_emu,$(EMU_TESTS)))
+test-gpu: $(GPU_TESTS)
+	@ls /dev/nvidia[0-9]* /dev/dxg >/dev/null 2>&1 || { echo "test-gpu: built $(GPU_TESTS), but found no GPU, expected one to run them on (without: make test-emu)" >&2; exit 1; }
+	@dev/test/run.sh $(GPU_TESTS)
+$(BUILD)/gpu/test_%: dev/test/test_%.cu train_gpt2.cu train_gpt2.c $(HEADERS) Makefile | $(BUILD) have-nvcc
+	mkdir -p $(dir $@)
+	$(NVCC) $(NVCC_FLAGS) $< -o $@ -lcriterion $(NVCC_LIBS)
+
+# Breaks train_gpt2.cu on purpose, in one way after the other: a test must fail each time. Some minutes; not part of make test.
+test-mutants: | $(BUILD)
+	@CXX="$(CXX)" FLAGS="$(EMU_FLAGS) -O1 $(filter -march=% -mcpu=%,$(CFLAGS))" LIBS="$(LDFLAGS) -lcriterion -lboost_context $(LDLIBS)" BUILD=$(BUILD) dev/test/mutate.sh
+# What nvcc makes of the kernels: registers, shared memory, spills; warnings are errors.
+ptxas-report: | $(BUILD) have-nvcc
+	@NVCC="$(NVCC)" BUILD=$(BUILD) dev/ptxas_report.sh
 
 # AddressSanitizer and UBSan over the same tests, with a sanitized train_gpt2 under test_cli; then valgrind, where
 # it is installed, on a short training run. Criterion's own leaks keep leak checking for valgrind.
@@ -126,5 +173,10 @@ $(BUILD)/bench: dev/bench/bench.c train_gpt2.c $(HEADERS) Makefile | $(BUILD)
 $(BUILD)/bench_profile: dev/bench/bench.c train_gpt2.c $(HEADERS) Makefile | $(BUILD)
 	$(CC) $(CFLAGS) $(PROFILE) $< -o $@ $(LDFLAGS) $(LDLIBS) -ldl
 
+roofline: $(BUILD)/roofline
+	$(BUILD)/roofline
+$(BUILD)/roofline: dev/cuda/roofline.c train_gpt2.c $(HEADERS) Makefile | $(BUILD)
+	$(CC) $(CFLAGS) $< -o $@ $(LDFLAGS) $(LDLIBS)
+
 clean:
-	rm -rf $(BUILD) train_gpt2 data/tokenize data/synth
+	rm -rf $(BUILD) train_gpt2 train_gpt2cu data/tokenize data/synth

@@ -1044,7 +1044,7 @@ enum {
     KC = 24 * 1024 / (NV * VEC_BYTES),                     // a panel of B, KC x NR: 3/4 of an L1 of 32K
     MC = 224 * 1024 / (KC * (int)sizeof(real)) / MR * MR,  // a block of A, MC x KC: under half an L2 of 512K
     NC = 4 * NR,                                           // columns per task: few, so threads finish together
-    GROUP = 8,                                             // panels packed by a task
+    GROUP = 8, DEPTH = 8,                                  // panels, or numbers of each line, packed by a task
     BIG = 2048                                             // rows, columns packed at once: BIG x KC twice, in L3
 };
 
@@ -1103,29 +1103,32 @@ static inline void transpose4(real *dst, int64_t W, const real *src, int64_t lin
 //     panel[k * W + i] = src[i * line + k * step]
 static inline __attribute__((always_inline)) void pack(real *dst, const real *src, int64_t line, int64_t step,
                                                        int64_t n, int64_t kc, const int W) {
+    int64_t packed = 0;
+    if (line == 1) { // the lines lie side by side: walk through all whole panels, a few k at a time
+        packed = n / W * W;
+        #pragma omp for schedule(dynamic) nowait
+        for (int64_t k0 = 0; k0 < kc; k0 += DEPTH)
+            for (int64_t p = 0; p < packed; p += W)
+                for (int64_t k = k0; k < at_most(k0 + DEPTH, kc); k++)
+                    for (int i = 0; i < W; i += 4) { // the last four may overlap those before
+                        const int i4 = i < W - 4 ? i : W - 4;
+                        *(vec4_u *)(dst + p * kc + k * W + i4) = *(const vec4_u *)(src + p + i4 + k * step);
+                    }
+    }
     #pragma omp for schedule(dynamic) nowait
-    for (int64_t g = 0; g < n; g += GROUP * W) {
-        const int64_t end = at_most(g + GROUP * W, n);
-        int64_t p = g;
-        if (line == 1) { // the lines lie side by side: for each k, read on through all whole panels of the group
-            p = g + (end - g) / W * W;
-            for (int64_t k = 0; k < kc; k++)
-                for (int64_t q = g; q < p; q += W)
-                    for (int i = 0; i < W; i++) dst[q * kc + k * W + i] = src[q + i + k * step];
-        }
-        for (; p < end; p += W) {
+    for (int64_t g = packed; g < n; g += GROUP * W)
+        for (int64_t p = g; p < at_most(g + GROUP * W, n); p += W) {
             real *d = dst + p * kc;
             const real *s = src + p * line;
             int64_t k = 0;
-            if (step == 1 && end - p >= W)
+            if (step == 1 && n - p >= W)
                 for (int i = 0; i < W; i += 4) { // few lines at a time: when they are 4096 bytes apart, L1 can hold but 8
                     const int i4 = i < W - 4 ? i : W - 4;
                     for (k = 0; k + 4 <= kc; k += 4) transpose4(d + k * W + i4, W, s + i4 * line + k, line);
                 }
             for (; k < kc; k++)
-                for (int i = 0; i < W; i++) d[k * W + i] = i < end - p ? s[i * line + k * step] : 0;
+                for (int i = 0; i < W; i++) d[k * W + i] = i < n - p ? s[i * line + k * step] : 0;
         }
-    }
 }
 
 // Memory for the panels, kept from call to call. Each calling thread has its own, so that matmul can
@@ -1370,8 +1373,14 @@ static void att_load(real *__restrict__ dst, int ld, const real *__restrict__ sr
 
 // dst (HS, TILE) = scale * transpose of n rows of HS numbers; columns padded with zeros to a multiple of ATT_NR.
 static void att_load_t(real *__restrict__ dst, const real *__restrict__ src, int64_t stride, int n, int HS, real scale) {
-    for (int i = 0; i < att_up(n, ATT_NR); i++) {
-        for (int d = 0; d < HS; d++) { dst[(int64_t)d * ATT_TILE + i] = i < n ? src[i * stride + d] * scale : 0; }
+    const int squares = HS % 4 == 0 ? n / 4 * 4 : 0;
+    for (int i = 0; i < squares; i += 4) {
+        for (int d = 0; d < HS; d += 4) { transpose4(dst + (int64_t)d * ATT_TILE + i, ATT_TILE, src + i * stride + d, stride); }
+    }
+    for (int d = 0; d < HS; d++) {
+        real *to = dst + (int64_t)d * ATT_TILE;
+        for (int i = 0; i < squares; i++) { to[i] *= scale; }
+        for (int i = squares; i < att_up(n, ATT_NR); i++) { to[i] = i < n ? src[i * stride + d] * scale : 0; }
     }
 }
 
@@ -3478,6 +3487,7 @@ static void train_step(GPT *m, Run *run) {
     double begin = seconds(), lr = learning_rate(cfg, step - 1);
     machine->update(m, run, step, lr);
     double loss = run->loss, norm = run->norm;
+    char *moe_columns = moe_text(m, run); // before a validation counts tokens too
     if (!isfinite(loss) || !isfinite(norm)) {
         int64_t *steps = NULL;
         int count = checkpoint_list(cfg->out, &steps);
@@ -3491,7 +3501,6 @@ static void train_step(GPT *m, Run *run) {
     if (run->has_val && (step == cfg->steps || (cfg->val_every > 0 && step % cfg->val_every == 0))) { val_loss = validate(m, &run->val); }
     fprintf(run->metrics.file, "%lld,%lld,%.9g,%.9g,", (long long)step, (long long)(run->state.sequences * cfg->seq_len), lr, loss);
     if (!isnan(val_loss)) { fprintf(run->metrics.file, "%.9g", val_loss); }
-    char *moe_columns = moe_text(m, run);
     fprintf(run->metrics.file, ",%.9g%s\n", norm, moe_columns);
     free(moe_columns);
     fprintf(run->timing.file, "%lld,%.3f,%.1f\n", (long long)step, ms, (double)tokens / ms * 1000);
