@@ -111,7 +111,7 @@ enum { OPTIMIZER_ADAMW, OPTIMIZER_MUON, OPTIMIZER_SGD };
 enum { SCHEDULE_COSINE, SCHEDULE_WSD, SCHEDULE_LINEAR, SCHEDULE_CONSTANT };
 enum { PRECISION_AUTO, PRECISION_FP32, PRECISION_BF16 };
 
-#define MAX_OPTIONS 80
+#define MAX_OPTIONS 96
 typedef struct Config {
     const char *model, *variant;                        // presets over the fields below
     int layers, channels, heads, kv_heads, hidden, seq_len, vocab, tie_embeddings, qk_norm, post_norm;
@@ -120,12 +120,12 @@ typedef struct Config {
     int norm_scale, hg, placement[NUM_SITES], reparam, wd_scale;
     int optimizer, schedule, batch, total_batch;
     int64_t steps, seed;
-    double lr, warmup, decay_frac, final_lr_frac, weight_decay, beta1, beta2, eps;
+    double lr, warmup, decay_frac, final_lr_frac, scale_lr, weight_decay, beta1, beta2, eps;
     double muon_momentum, sgd_momentum, grad_clip, tokens_per_param;
     const char *data, *val_data, *tokenizer, *out, *resume, *prompt, *export_dir, *import_dir;
     int64_t save_every, keep, val_every, val_batches, sample_every, sample, stop_at;
     double temperature;
-    int sample_top_k, threads, estimate, help;
+    int sample_top_k, log_norms, threads, estimate, help;
     int precision, gpus, zero, timeout, recompute, check;
     unsigned char source[MAX_OPTIONS];                  // who set each option: enum Source
 } Config;
@@ -180,6 +180,7 @@ static const Option options[] = {
     {NULL, "warmup", TYPE_REAL, KEPT, AT(warmup), "0.02", 0, 1, NULL, "share of the steps with linear warm-up"},
     {NULL, "decay-frac", TYPE_REAL, KEPT, AT(decay_frac), "0.2", 0, 1, NULL, "wsd: share of the steps in the final decay"},
     {NULL, "final-lr-frac", TYPE_REAL, KEPT, AT(final_lr_frac), "auto", 0, 1, NULL, "last rate over peak; auto: 0.05 for cosine, 0 for wsd and linear"},
+    {NULL, "scale-lr", TYPE_REAL, KEPT, AT(scale_lr), "1", 0, 1e6, NULL, "learning rate of scale vectors over that of all else"},
     {NULL, "weight-decay", TYPE_REAL, KEPT, AT(weight_decay), "0.1", 0, 100, NULL, "decoupled weight decay"},
     {NULL, "beta1", TYPE_REAL, KEPT, AT(beta1), "0.9", 0, 0.999999, NULL, "AdamW: decay of the first moment"},
     {NULL, "beta2", TYPE_REAL, KEPT, AT(beta2), "0.95", 0, 0.999999, NULL, "AdamW: decay of the second moment"},
@@ -202,6 +203,7 @@ static const Option options[] = {
     {NULL, "keep", TYPE_LONG, KEPT, AT(keep), "2", 0, 1e6, NULL, "checkpoints kept; 0: all"},
     {NULL, "val-every", TYPE_LONG, KEPT, AT(val_every), "50", 0, 1e12, NULL, "steps between validations; 0: only at the end"},
     {NULL, "val-batches", TYPE_LONG, KEPT, AT(val_batches), "20", 1, 1e9, NULL, "micro-batches in a validation, or as many as there are"},
+    {NULL, "log-norms", TYPE_CHOICE, KEPT, AT(log_norms), "off", 0, 0, "off|on", "norms.csv: norms of all weights and effective scale vectors, at each validation"},
     {NULL, "sample-every", TYPE_LONG, LOCAL, AT(sample_every), "0", 0, 1e12, NULL, "steps between printed samples; 0: none"},
     {NULL, "sample", TYPE_LONG, LOCAL, AT(sample), "0", 0, 1e6, NULL, "don't train: print this many tokens from --resume or --import"},
     {NULL, "prompt", TYPE_TEXT, LOCAL, AT(prompt), "", 0, 0, NULL, "text that samples go on from"},
@@ -2263,10 +2265,11 @@ static void optimizer_step(GPT *m, int64_t step, double lr, double grad_scale) {
         real *w = m->theta + p->offset, *g = m->grads + p->offset;
         real *m1 = p->m < 0 ? NULL : m->moments + p->m, *m2 = p->v < 0 ? NULL : m->moments + p->v;
         double decay = param_decays(m, p) ? cfg->weight_decay : 0;
+        double rate = p->role >= ROLE_GAMMA_B ? lr * cfg->scale_lr : lr;
         int64_t n = p->rows * p->cols;
-        if (cfg->optimizer == OPTIMIZER_SGD) { sgd_update(w, g, m1, n, cfg, lr, decay, grad_scale); }
-        else if (m2) { adamw_update(w, g, m1, m2, n, cfg, step, lr, decay, grad_scale); }
-        else { muon_update(w, g, m1, p->rows, p->cols, cfg, lr, decay, grad_scale, m->muon); }
+        if (cfg->optimizer == OPTIMIZER_SGD) { sgd_update(w, g, m1, n, cfg, rate, decay, grad_scale); }
+        else if (m2) { adamw_update(w, g, m1, m2, n, cfg, step, rate, decay, grad_scale); }
+        else { muon_update(w, g, m1, p->rows, p->cols, cfg, rate, decay, grad_scale, m->muon); }
     }
 }
 
@@ -2801,6 +2804,7 @@ static void checkpoint_load(GPT *m, const char *checkpoint, const SafeFile *mode
 // metrics.csv holds only what the same flags give again bit by bit; times go to timing.csv beside it.
 #define METRICS_HEADER "step,tokens,lr,train_loss,val_loss,grad_norm"
 #define TIMING_HEADER "step,ms,tokens_per_second\n"
+#define NORMS_HEADER "step,tensor,values,norm\n"
 typedef struct CsvFile { FILE *file; char path[4400]; } CsvFile;
 
 // Opens a log for rows after `step`: rows of later steps, left by a run that was killed, are dropped first.
@@ -2837,6 +2841,21 @@ static void csv_flush(CsvFile *csv) {
 }
 static void csv_close(CsvFile *csv) {
     if (fclose(csv->file) != 0) { FAIL("%s: cannot write: %s", csv->path, strerror(errno)); }
+}
+
+// A row a tensor: its number of values and its Euclidean norm. Of a scale vector the effective gamma, as the model feels it.
+static void norms_log(const GPT *m, CsvFile *csv, int64_t step) {
+    for (int i = 0; i < m->num_params; i++) {
+        const Param *p = &m->params[i];
+        if (p->role >= ROLE_GAMMA_B && p->gamma < 0) { continue; } // a beta: its vector has it
+        const real *w = p->gamma < 0 ? m->theta + p->offset : m->gamma + p->gamma;
+        int64_t n = p->rows * p->cols;
+        double squares = 0;
+        for (int64_t j = 0; j < n; j++) { squares += (double)w[j] * w[j]; }
+        int length = (int)strlen(p->name) - (p->beta < 0 ? 0 : (int)strlen(".alpha"));
+        fprintf(csv->file, "%lld,%.*s,%lld,%.9g\n", (long long)step, length, p->name, (long long)n, sqrt(squares));
+    }
+    csv_flush(csv);
 }
 
 // ----------------------------------------------------------------------------------------------------
@@ -3424,7 +3443,7 @@ struct Run {
     int has_val, has_tokenizer, terminal;
     Tokenizer tokenizer;
     TrainState state;
-    CsvFile metrics, timing;
+    CsvFile metrics, timing, norms;
     double loss, norm;       // of the last step, and of its gradient
     double balance_loss, z_loss; // likewise: means over micro-batches
     double last_ms;          // smoothed time of a step, for the ETA
@@ -3524,6 +3543,7 @@ static void train_step(GPT *m, Run *run) {
     fprintf(run->timing.file, "%lld,%.3f,%.1f\n", (long long)step, ms, (double)tokens / ms * 1000);
     csv_flush(&run->metrics);
     csv_flush(&run->timing);
+    if (cfg->log_norms && !isnan(val_loss)) { norms_log(m, &run->norms, step); }
     print_progress(m, run, loss, val_loss, lr, norm, (double)tokens / ms * 1000);
 }
 
@@ -3551,6 +3571,7 @@ static void train(GPT *m, Run *run) {
     csv_open(&run->metrics, cfg->out, "metrics.csv", header, run->state.step);
     free(header);
     csv_open(&run->timing, cfg->out, "timing.csv", TIMING_HEADER, run->state.step);
+    if (cfg->log_norms) { csv_open(&run->norms, cfg->out, "norms.csv", NORMS_HEADER, run->state.step); }
     signal(SIGINT, on_signal);
     signal(SIGTERM, on_signal);
     signal(SIGHUP, on_signal);
@@ -3570,6 +3591,7 @@ static void train(GPT *m, Run *run) {
     }
     csv_close(&run->metrics);
     csv_close(&run->timing);
+    if (cfg->log_norms) { csv_close(&run->norms); }
     printf("%s%s at step %lld: %s/step_%08lld\n", run->terminal ? "\n" : "", stop_signal || run->stop ? "stopped by a signal, saved" : "saved", (long long)run->state.step, cfg->out, (long long)run->state.step);
 }
 
@@ -3678,6 +3700,7 @@ static int train_main(int argc, char **argv) {
 #endif
     run.terminal = isatty(STDOUT_FILENO);
     if (training && !(cfg.estimate && cfg.vocab > 0)) { open_data(&cfg, &run); }
+    if (training && cfg.log_norms && !cfg.estimate && !run.has_val) { USAGE("--log-norms: found no validation data, expected some: norms are logged at validations"); }
     gpt_build(&model, &cfg);
     settle_steps(&model);
     if (cfg.estimate) { print_estimate(&model); return finish(); }

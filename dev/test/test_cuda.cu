@@ -177,7 +177,7 @@ CASE(moe, MOE "--seed 24", {1e-4, {1e-2, 2e-2, 2e-2, 2e-2, 1e-2, 2e-2, 0, 0}})
 CASE(moe_unified, MOE "--variant unified --seed 8", {4e-4, {4e-2, 5e-2, 4e-2, 4e-2, 3e-2, 5e-2, 0, 6e-2}})
 CASE(moe_all_norms, MOE "--variant unified --qk-norm on --post-norm on --router-z-loss 0.01 --seed 19", {1e-4, {3e-2, 5e-2, 3e-2, 4e-2, 2e-2, 5e-2, 0, 5e-2}})
 CASE(moe_down, MOE "--placement down=dnp,gate=dnp --hg on --reparam or --seed 24", {1e-4, {3e-2, 3e-2, 3e-2, 3e-2, 2e-2, 4e-2, 0, 4e-2}})
-CASE(moe_experts_only, MOE "--shared-hidden 0 --variant dnp --router-z-loss 0.1 --seed 24", {2e-4, {3e-2, 5e-2, 3e-2, 3e-2, 2e-2, 4e-2, 0, 5e-2}})
+CASE(moe_experts_only, MOE "--shared-hidden 0 --variant dnp --router-z-loss 0.1 --seed 24", {6e-4, {3e-2, 5e-2, 3e-2, 3e-2, 2e-2, 4e-2, 0, 5e-2}})
 CASE(moe_one_of_many, "--channels 72 --heads 6 --experts 37 --top-k 1 --expert-hidden 8 --variant hg --seed 1", {1e-4, {1e-2, 4e-2, 3e-2, 1e-2, 1e-2, 5e-2, 0, 0}})
 
 // Parameters after 10 steps, each on a batch of its own: |difference| / |theta - its initial value| of all, which is stricter than
