@@ -481,6 +481,7 @@ template <typename F> static void layout_share(Model<F> *m) {
             m->own_maps.push_back(map);
         }
     }
+    if (!m->divided) { m->maps = m->own_maps; } // one for one
     m->buckets.assign((size_t)cfg->layers + 2, {});
     for (size_t i = 0; i < m->maps.size(); i++) {
         const Map *map = &m->maps[i];
