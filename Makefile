@@ -70,7 +70,8 @@ $(BUILD)/ablate: dev/ablate/ablate.c Makefile | $(BUILD)
 # again in float; the rest drive the programs from outside.
 TESTS = $(BUILD)/test_gpt2_double $(BUILD)/test_gpt2_float $(BUILD)/test_cli $(BUILD)/test_tokenizer $(BUILD)/test_synth \
         $(BUILD)/test_theory $(BUILD)/test_hf $(BUILD)/test_ablate
-EMU_TESTS = $(BUILD)/emu/test_emu $(BUILD)/emu/test_kernels $(BUILD)/emu/test_attention $(BUILD)/emu/test_cuda $(BUILD)/emu/test_multi
+EMU_TESTS = $(BUILD)/emu/test_emu $(BUILD)/emu/test_kernels $(BUILD)/emu/test_attention $(BUILD)/emu/test_cuda \
+            $(BUILD)/emu/test_multi
 $(BUILD):
 	mkdir -p $@
 $(BUILD)/test_gpt2_double: test_gpt2.c train_gpt2.c $(HEADERS) Makefile | $(BUILD)

@@ -482,6 +482,7 @@ template <typename F> static void layout_share(Model<F> *m) {
             m->own_maps.push_back(map);
         }
     }
+    if (!m->divided) { m->maps = m->own_maps; } // one for one
     m->buckets.assign((size_t)cfg->layers + 2, {});
     for (size_t i = 0; i < m->maps.size(); i++) {
         const Map *map = &m->maps[i];
@@ -3057,7 +3058,7 @@ static struct Peers {
     std::thread thread;
     std::mutex lock;
     std::condition_variable wake;
-    int beating, leaving;
+    int speaks, beating, leaving;  // speaks: others know of this process
 } peers;
 
 static void peers_write(const char *name, const std::string &text) {
@@ -3098,8 +3099,15 @@ static std::string peers_ranks(int process) {
     return "process " + std::to_string(process) + " of " + std::to_string(job.processes) + (job.gpus == 1 ? " (rank " + std::to_string(first) : " (ranks " + std::to_string(first) + " to " + std::to_string(last)) + ")";
 }
 
+static void peers_judge(int process, const PeerSign *s) {
+    if (strcmp(s->state, "failed") == 0) { FAIL("%s has failed, expected it to train on: it says why", peers_ranks(process).c_str()); }
+    if (s->gpus != peers.mine.gpus || s->what != peers.mine.what) {
+        FAIL("%s has %llu GPUs and trains %016llx, expected %llu and %016llx as here: the same flags, data and checkpoint", peers_ranks(process).c_str(), (unsigned long long)s->gpus, (unsigned long long)s->what, (unsigned long long)peers.mine.gpus, (unsigned long long)peers.mine.what);
+    }
+}
+
 // Process 0 hands out `id`. Returns when all have it.
-static void peers_meet(ncclUniqueId *id, const char *out, uint64_t what) {
+[[maybe_unused]] static void peers_meet(ncclUniqueId *id, const char *out, uint64_t what) {
     snprintf(peers.dir, sizeof peers.dir, "%s/peers", out);
     double begin = seconds();
     struct stat info;
@@ -3114,6 +3122,8 @@ static void peers_meet(ncclUniqueId *id, const char *out, uint64_t what) {
     peers.mine = {drawn, 0, (uint64_t)job.gpus, what, "joins", 0};
     peers.last.assign((size_t)job.processes, {});
     std::vector<uint64_t> named((size_t)job.processes, 0);
+    if (job.process == 0) { named[0] = drawn; }
+    peers.speaks = 1;
     auto write_id = [&](int go) {
         std::string text((const char *)id, sizeof *id), head;
         char word[32];
@@ -3131,7 +3141,7 @@ static void peers_meet(ncclUniqueId *id, const char *out, uint64_t what) {
                 PeerSign *s = &peers.last[(size_t)k];
                 if (!peers_read_sign(k, s)) { missing = k; break; }
                 if (s->number != named[(size_t)k]) { named[(size_t)k] = s->number; anew = true; }
-                if (!serial || s->read != serial) { all = false; missing = k; }
+                if (!serial || s->read != serial) { all = false; missing = k; } else { peers_judge(k, s); }
             }
             if (missing >= 0) { all = false; }
             bool here = true;
@@ -3150,7 +3160,9 @@ static void peers_meet(ncclUniqueId *id, const char *out, uint64_t what) {
                 std::vector<uint64_t> list;
                 while (sscanf(text.c_str() + used, " %llx%n", &word, &n) == 1 && used < line) { list.push_back(word); used += (size_t)n; }
                 if (list.size() >= (size_t)job.processes && list[(size_t)job.process] == drawn) {
+                    PeerSign first;
                     peers.mine.read = serial;
+                    if (peers_read_sign(0, &first) && first.number == list[0]) { peers_judge(0, &first); }
                     memcpy((void *)id, text.data() + line + 1, sizeof *id);
                     go = flag;
                 }
@@ -3172,15 +3184,12 @@ static void peers_beat() {
         if (k == job.process || strcmp(last->state, "done") == 0) { continue; }
         if (peers_read_sign(k, &now)) {
             if (now.number != last->number || now.beats != last->beats || strcmp(now.state, last->state) != 0) { *last = now; peers.changed[(size_t)k] = seconds(); }
-            if (strcmp(now.state, "failed") == 0) { FAIL("%s has failed, expected it to train on: it says why", peers_ranks(k).c_str()); }
-            if (now.gpus != peers.mine.gpus || now.what != peers.mine.what) {
-                FAIL("%s has %llu GPUs and trains %016llx, expected %llu and %016llx as here: the same flags, data and checkpoint", peers_ranks(k).c_str(), (unsigned long long)now.gpus, (unsigned long long)now.what, (unsigned long long)peers.mine.gpus, (unsigned long long)peers.mine.what);
-            }
+            peers_judge(k, &now);
         }
         if (seconds() - peers.changed[(size_t)k] > job.timeout) { FAIL("%s is lost: no sign of it in %d s (--timeout)", peers_ranks(k).c_str(), job.timeout); }
     }
 }
-static void peers_watch() {
+[[maybe_unused]] static void peers_watch() { // MPI has its own
     peers.changed.assign((size_t)job.processes, seconds());
     for (PeerSign &s : peers.last) { s = {}; }
     peers.beating = 1;
@@ -3194,7 +3203,7 @@ static void peers_watch() {
     });
 }
 static void peers_say(const char *state) { // the last that is heard of this process: nothing more may go wrong here
-    if (!peers.beating) { return; }
+    if (!peers.speaks) { return; }
     std::unique_lock<std::mutex> hold(peers.lock, std::defer_lock);
     if (peers.thread.joinable() && std::this_thread::get_id() != peers.thread.get_id()) { hold.lock(); } // after its last beat
     char text[256], path[4300], temporary[4400];

@@ -36,7 +36,7 @@ struct Tensors {                                     // places as train_gpt2.cu'
     int64_t n = 0, blocks = 0;
     void add(int64_t rows, int64_t cols, float decay) {
         gpu::Place p = {};
-        p.at = p.v = n;
+        p.at = p.eff = p.v = n;
         p.rows = rows;
         p.cols = cols;
         p.ld = gpu::round_up(cols, gpu::PAD);
