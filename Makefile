@@ -135,7 +135,7 @@ comma := ,
 space := $(subst ,, )
 # does a program with that header and library compile and link?
 nvcc_has = $(shell t=$$(mktemp -d) && printf '\043include <$(1)>\nint main() { return 0; }\n' >$$t/t.cu && $(NVCC) $$t/t.cu -o $$t/t $(2) >/dev/null 2>&1 && echo yes; rm -rf $$t)
-ifneq ($(filter train_gpt2cu test-gpu ptxas-report nvcc-check $(BUILD)/gpu/%,$(MAKECMDGOALS)),)
+ifneq ($(filter train_gpt2cu test-gpu test-gpu-build labs-gpu ptxas-report nvcc-check $(BUILD)/gpu/%,$(MAKECMDGOALS)),)
 NO_NCCL ?= $(if $(NVCC),$(if $(call nvcc_has,nccl.h,-lnccl),,yes))
 # MPI tells several machines' processes who they are; without it their launcher's environment and a shared folder do
 MPICXX ?= $(if $(NO_NCCL)$(NO_MPI),,$(firstword $(shell command -v mpicxx mpic++)))
@@ -145,7 +145,7 @@ endif
 NVCC_FLAGS = -std=c++20 -O3 $(GPU_ARCH) -Xcompiler $(subst $(space),$(comma),$(strip -Wall -Wextra -fno-math-errno -fno-trapping-math $(OPENMP) $(filter -march=% -mcpu=%,$(CFLAGS)))) $(if $(NO_NCCL),-DNO_NCCL) \
     $(if $(MPICXX),-DUSE_MPI -DOMPI_SKIP_MPICXX -DMPICH_SKIP_MPICXX $(filter -I%,$(MPI_FLAGS)))
 NVCC_LIBS = $(filter -L% -l%,$(MPI_LIBS)) -lcublasLt $(if $(NO_NCCL),,-lnccl) $(LDFLAGS) $(LDLIBS)
-.PHONY: train_gpt2emu test-gpu test-mutants ptxas-report nvcc-check have-nvcc
+.PHONY: train_gpt2emu test-gpu test-gpu-build labs-gpu test-mutants ptxas-report nvcc-check have-nvcc
 have-nvcc:
 	@test -n "$(NVCC)" || { echo "train_gpt2cu: found no nvcc in PATH or /usr/local/cuda/bin, expected the CUDA toolkit (or NVCC=path); the CPU program needs none: make train_gpt2" >&2; exit 1; }
 	@test "$(call nvcc_has,cublasLt.h,-lcublasLt)" = yes || { echo "train_gpt2cu: found $(NVCC) but no cuBLAS that compiles and links, expected cublasLt.h and libcublasLt of the CUDA toolkit" >&2; exit 1; }
@@ -153,12 +153,17 @@ have-nvcc:
 train_gpt2cu: train_gpt2.cu train_gpt2.c $(HEADERS) Makefile | have-nvcc
 	$(NVCC) $(NVCC_FLAGS) $< -o $@ $(NVCC_LIBS)
 GPU_TESTS = $(patsubst $(BUILD)/emu/%,$(BUILD)/gpu/%,$(filter-out %/test_emu %/test_multi,$(EMU_TESTS)))
+test-gpu-build: $(GPU_TESTS)
 test-gpu: $(GPU_TESTS)
 	@ls /dev/nvidia[0-9]* /dev/dxg >/dev/null 2>&1 || { echo "test-gpu: built $(GPU_TESTS), but found no GPU, expected one to run them on (without: make test-emu)" >&2; exit 1; }
 	@dev/test/run.sh $(GPU_TESTS)
 $(BUILD)/gpu/test_%: dev/test/test_%.cu train_gpt2.cu train_gpt2.c $(HEADERS) Makefile | $(BUILD) have-nvcc
 	mkdir -p $(dir $@)
 	$(NVCC) $(NVCC_FLAGS) $< -o $@ -lcriterion $(NVCC_LIBS)
+labs-gpu: $(patsubst dev/cuda/%.cu,$(BUILD)/gpu/lab_%,$(wildcard dev/cuda/*.cu)) # dev/gpu_check.sh runs them
+$(BUILD)/gpu/lab_%: dev/cuda/%.cu dev/cuda/lab.h train_gpt2.cu train_gpt2.c $(HEADERS) Makefile | $(BUILD) have-nvcc
+	@mkdir -p $(@D)
+	$(NVCC) $(NVCC_FLAGS) $< -o $@ $(NVCC_LIBS)
 
 # Breaks train_gpt2.cu on purpose, in one way after the other: a test must fail each time. Some minutes; not part of make test.
 test-mutants: | $(BUILD)
