@@ -61,7 +61,7 @@ try() {
         return 0
     fi
     if ((BASH_REMATCH[3] > 0 && status != 0)); then echo caught >"$dir/verdict"; else echo missed >"$dir/verdict"; fi
-    grep -a -v neighbour_kernel "$dir/log" | grep -a -o -E -m 1 '(emu: .*|line [0-9]+, .*|.*timed out.*|.*Timeout.*)' >"$dir/message" || true
+    grep -a -v neighbour_kernel "$dir/log" | grep -a -o -E -m 1 '(emu: .*|line [0-9]+, .*|.*other numbers.*|.*timed out.*|.*Timeout.*)' >"$dir/message" || true
 }
 
 mutant control "" "" ""
