@@ -3,7 +3,7 @@
 # make test       all tests          make test-sanitize   the same under AddressSanitizer and UBSan, and valgrind
 # make check-export  exported models against Transformers, where it is installed (PYTHON=python3)
 # make bench      speed against OpenBLAS and PyTorch, parts of a step, memory (BENCH_FLAGS=--quick: about a minute)
-# make ablate     the paper's step-by-step experiment, small, with 5 seeds: a table and figures in about 15 minutes on 2 cores
+# make ablate     the paper's step-by-step experiment, small, with 5 seeds: a table and figures in about 7 minutes of 2 free cores
 #                 EXPERIMENT=dev/ablate/small/NAME.exp: another; ABLATE_FLAGS: flags of build/ablate --help
 # make theory     the theorems of the paper, by numbers from this code
 # make data       the synthetic corpus that train_gpt2 reads by default
