@@ -11,7 +11,7 @@
 # make bench      speed against OpenBLAS and PyTorch, parts of a step, memory (BENCH_FLAGS=--quick: about a minute)
 # make roofline   what a training step must cost on an H100 and an H200, kernel by kernel: arithmetic, no GPU needed
 # make scaling    what several GPUs and machines must send, how much of it hides behind the backward, and what is left of the speed
-# make ablate     the paper's step-by-step experiment, small, with 5 seeds: a table and figures in about 15 minutes on 2 cores
+# make ablate     the paper's step-by-step experiment, small, with 5 seeds: a table and figures in about 7 minutes of 2 free cores
 #                 EXPERIMENT=dev/ablate/small/NAME.exp: another; ABLATE_FLAGS: flags of build/ablate --help
 # make theory     the theorems of the paper, by numbers from this code
 # make data       the synthetic corpus that train_gpt2 reads by default
