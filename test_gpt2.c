@@ -1930,6 +1930,7 @@ static void plain_update(const Config *cfg, const Param *p, double *w, double *m
     int input = strstr(p->name, ".gamma_a") || strstr(p->name, ".gamma_b"), output = strstr(p->name, ".gamma_norm") != NULL;
     int decays = (!input && !output) || cfg->wd_scale == WD_ALL || (input && cfg->wd_scale == WD_INPUT) || (output && cfg->wd_scale == WD_OUTPUT);
     int rows = (int)p->rows, cols = (int)p->cols, n = rows * cols;
+    if (input || output) { lr *= cfg->scale_lr; }
     double *update = doubles(n), rate = lr;
     for (int i = 0; i < n; i++) {
         if (cfg->optimizer == OPTIMIZER_SGD) {
@@ -1983,6 +1984,8 @@ Test(optimizer, adamw) {
     check_optimizer("--variant unified --wd-scale output --eps 1e-3", IN(1e-12, 1e-4));
     check_optimizer("--variant dp+or --qk-norm on --wd-scale none --beta1 0 --beta2 0.999 --eps 1e-4", IN(1e-12, 1e-4));
     check_optimizer("--variant dp --tie-embeddings on --wd-scale input", IN(1e-12, 1e-4));
+    check_optimizer("--variant unified --scale-lr 2.5 --eps 1e-3", IN(1e-12, 1e-4));
+    check_optimizer("--variant hg+dp --scale-lr 0", IN(1e-12, 1e-4));
     check_optimizer("--experts 4 --top-k 2 --variant hg+dp --wd-scale output --eps 1e-4", IN(1e-12, 1e-4));
 }
 Test(optimizer, muon) {
@@ -2313,6 +2316,49 @@ Test(checkpoint, a_resumed_run_goes_on_bit_by_bit) {
         safetensors_close(&file);
         for (int step = 3; step <= 4; step++) { model_gradients(copy); optimizer_step(copy, step, 0.01, 1); }
         cr_assert(memcmp(copy->theta, m->theta, (size_t)m->num_theta * sizeof(real)) == 0, "%s", flags[i]);
+    }
+}
+
+// norms.csv: every tensor, and of scale vectors gamma as the formulas of the paper make it, not alpha and beta.
+Test(checkpoint, norms_are_those_of_effective_scale_vectors) {
+    static const char *const variants[] = {"dp", "unified", "dp+er"};
+    for (int v = 0; v < COUNT(variants); v++) {
+        GPT *m = model_new(text_format("--layers 1 --channels 12 --heads 2 --hidden 7 --vocab 13 --seq-len 6 --batch 2 --variant %s", variants[v]));
+        model_randomize(m);
+        reparameterize_forward(m);
+        CsvFile csv = {0};
+        csv_open(&csv, folder, "norms.csv", NORMS_HEADER, 0);
+        norms_log(m, &csv, 7);
+        csv_close(&csv);
+        FILE *file = fopen(csv.path, "r");
+        char line[200], name[100];
+        long long step, values;
+        double norm;
+        int found = 0, wanted = 0;
+        cr_assert(file && fgets(line, sizeof line, file));
+        while (fscanf(file, "%lld,%99[^,],%lld,%lf\n", &step, name, &values, &norm) == 4) {
+            double squares = 0;
+            int64_t n = 0;
+            for (int i = 0; i < m->num_params; i++) {
+                const Param *p = &m->params[i];
+                char *plain = text_format("%s", p->name), *alpha = strstr(plain, ".alpha");
+                if (alpha) { *alpha = '\0'; }
+                if (strcmp(plain, name) != 0) { continue; }
+                const real *w = m->theta + p->offset;
+                n = p->rows * p->cols;
+                double beta = alpha ? (double)m->theta[m->params[p->beta].offset] : 1, mean = 0, rms = 0;
+                for (int64_t j = 0; j < n; j++) { mean += (double)w[j] / (double)n; rms += (double)w[j] * (double)w[j] / (double)n; }
+                for (int64_t j = 0; j < n; j++) {
+                    double g = !alpha ? (double)w[j] : m->cfg.reparam == REPARAM_OR ? beta * (double)w[j] / sqrt(rms + NORM_EPS) : exp(beta + (double)w[j] - mean);
+                    squares += g * g;
+                }
+            }
+            cr_expect(step == 7 && values == n && n > 0 && fabs(norm / sqrt(squares) - 1) < IN(1e-8, 1e-5), "%s: %s: norm %.9g of %lld values, expected %.9g of %lld", variants[v], name, norm, values, sqrt(squares), (long long)n);
+            found++;
+        }
+        for (int i = 0; i < m->num_params; i++) { wanted += !ends_with(m->params[i].name, ".beta"); }
+        cr_expect_eq(found, wanted);
+        fclose(file);
     }
 }
 

@@ -59,10 +59,12 @@ typedef REAL real;
 
 static char fail_cleanup_dir[4096]; // an unfinished checkpoint that a failure must not leave behind
 static void remove_dir(const char *path);
+static void (*before_failure)(void), (*after_failure)(int status); // where several threads or processes train together (train_gpt2.cu)
 
 __attribute__((noreturn, format(printf, 4, 5)))
 static void fail_at(int status, const char *file, int line, const char *format, ...) {
     va_list args;
+    if (before_failure) { before_failure(); }
     va_start(args, format);
     fflush(stdout);
     fprintf(stderr, "train_gpt2: ");
@@ -71,6 +73,7 @@ static void fail_at(int status, const char *file, int line, const char *format, 
     fprintf(stderr, "\n");
     va_end(args);
     if (fail_cleanup_dir[0]) { remove_dir(fail_cleanup_dir); }
+    if (after_failure) { after_failure(status); }
     exit(status);
 }
 #define FAIL(...)  fail_at(1, __FILE__, __LINE__, __VA_ARGS__)
@@ -108,7 +111,7 @@ enum { OPTIMIZER_ADAMW, OPTIMIZER_MUON, OPTIMIZER_SGD };
 enum { SCHEDULE_COSINE, SCHEDULE_WSD, SCHEDULE_LINEAR, SCHEDULE_CONSTANT };
 enum { PRECISION_AUTO, PRECISION_FP32, PRECISION_BF16 };
 
-#define MAX_OPTIONS 80
+#define MAX_OPTIONS 96
 typedef struct Config {
     const char *model, *variant;                        // presets over the fields below
     int layers, channels, heads, kv_heads, hidden, seq_len, vocab, tie_embeddings, qk_norm, post_norm;
@@ -117,13 +120,13 @@ typedef struct Config {
     int norm_scale, hg, placement[NUM_SITES], reparam, wd_scale;
     int optimizer, schedule, batch, total_batch;
     int64_t steps, seed;
-    double lr, warmup, decay_frac, final_lr_frac, weight_decay, beta1, beta2, eps;
+    double lr, warmup, decay_frac, final_lr_frac, scale_lr, weight_decay, beta1, beta2, eps;
     double muon_momentum, sgd_momentum, grad_clip, tokens_per_param;
     const char *data, *val_data, *tokenizer, *out, *resume, *prompt, *export_dir, *import_dir;
     int64_t save_every, keep, val_every, val_batches, sample_every, sample, stop_at;
     double temperature;
-    int sample_top_k, threads, estimate, help;
-    int precision, gpus, zero, recompute, check;
+    int sample_top_k, log_norms, threads, estimate, help;
+    int precision, gpus, zero, timeout, recompute, check;
     unsigned char source[MAX_OPTIONS];                  // who set each option: enum Source
 } Config;
 enum Source { FROM_DEFAULT, FROM_CHECKPOINT, FROM_MODEL, FROM_VARIANT, FROM_FLAG };
@@ -177,6 +180,7 @@ static const Option options[] = {
     {NULL, "warmup", TYPE_REAL, KEPT, AT(warmup), "0.02", 0, 1, NULL, "share of the steps with linear warm-up"},
     {NULL, "decay-frac", TYPE_REAL, KEPT, AT(decay_frac), "0.2", 0, 1, NULL, "wsd: share of the steps in the final decay"},
     {NULL, "final-lr-frac", TYPE_REAL, KEPT, AT(final_lr_frac), "auto", 0, 1, NULL, "last rate over peak; auto: 0.05 for cosine, 0 for wsd and linear"},
+    {NULL, "scale-lr", TYPE_REAL, KEPT, AT(scale_lr), "1", 0, 1e6, NULL, "learning rate of scale vectors over that of all else"},
     {NULL, "weight-decay", TYPE_REAL, KEPT, AT(weight_decay), "0.1", 0, 100, NULL, "decoupled weight decay"},
     {NULL, "beta1", TYPE_REAL, KEPT, AT(beta1), "0.9", 0, 0.999999, NULL, "AdamW: decay of the first moment"},
     {NULL, "beta2", TYPE_REAL, KEPT, AT(beta2), "0.95", 0, 0.999999, NULL, "AdamW: decay of the second moment"},
@@ -199,6 +203,7 @@ static const Option options[] = {
     {NULL, "keep", TYPE_LONG, KEPT, AT(keep), "2", 0, 1e6, NULL, "checkpoints kept; 0: all"},
     {NULL, "val-every", TYPE_LONG, KEPT, AT(val_every), "50", 0, 1e12, NULL, "steps between validations; 0: only at the end"},
     {NULL, "val-batches", TYPE_LONG, KEPT, AT(val_batches), "20", 1, 1e9, NULL, "micro-batches in a validation, or as many as there are"},
+    {NULL, "log-norms", TYPE_CHOICE, KEPT, AT(log_norms), "off", 0, 0, "off|on", "norms.csv: norms of all weights and effective scale vectors, at each validation"},
     {NULL, "sample-every", TYPE_LONG, LOCAL, AT(sample_every), "0", 0, 1e12, NULL, "steps between printed samples; 0: none"},
     {NULL, "sample", TYPE_LONG, LOCAL, AT(sample), "0", 0, 1e6, NULL, "don't train: print this many tokens from --resume or --import"},
     {NULL, "prompt", TYPE_TEXT, LOCAL, AT(prompt), "", 0, 0, NULL, "text that samples go on from"},
@@ -212,8 +217,9 @@ static const Option options[] = {
     {NULL, "help", TYPE_SWITCH, LOCAL, AT(help), "off", 0, 0, "off|on", "print this help"},
 
     {"GPU: flags of train_gpt2cu", "precision", TYPE_CHOICE, LOCAL, AT(precision), "auto", 0, 0, "auto|fp32|bf16", "of effective weights and activations; auto: bf16 on a GPU, fp32 on a CPU"},
-    {NULL, "gpus", TYPE_INT, LOCAL, AT(gpus), "1", 0, 1024, NULL, "GPUs to train on; 0: all there are"},
+    {NULL, "gpus", TYPE_INT, LOCAL, AT(gpus), "1", 0, 1024, "all", "GPUs of this machine to train on, or all"},
     {NULL, "zero", TYPE_INT, LOCAL, AT(zero), "0", 0, 1, NULL, "1: each GPU owns a part of theta and of the optimizer's state"},
+    {NULL, "timeout", TYPE_INT, LOCAL, AT(timeout), "600", 1, 1000000, NULL, "seconds without a sign of life from a GPU or another process that end the run"},
     {NULL, "recompute", TYPE_INT, LOCAL, AT(recompute), "0", 0, 2, NULL, "activations made again in the backward pass instead of kept; 1: norms and SwiGLU, 2: all of a block but its input"},
     {NULL, "check", TYPE_SWITCH, LOCAL, AT(check), "off", 0, 0, "off|on", "don't train: compare one step with the CPU's, tensor by tensor"},
 };
@@ -334,8 +340,9 @@ static void option_set(Config *cfg, int index, const char *text, enum Source sou
     case TYPE_INT:
     case TYPE_LONG: {
         long long value = strtoll(text, &end, 10);
-        if (end == text || *end || errno || (double)value < o->low || (double)value > o->high) {
-            BAD_VALUE(source, "%s: found \"%s\", expected a whole number from %.0f to %.0f", where, text, o->low, o->high);
+        int word = o->choices && strcmp(text, o->choices) == 0; // stands for 0
+        if (!word && (end == text || *end || errno || (double)value < o->low || (double)value > o->high)) {
+            BAD_VALUE(source, "%s: found \"%s\", expected a whole number from %.0f to %.0f%s%s", where, text, o->low, o->high, o->choices ? ", or " : "", o->choices ? o->choices : "");
         }
         if (o->type == TYPE_INT) { *(int *)field = (int)value; } else { *(int64_t *)field = value; }
         break;
@@ -827,6 +834,9 @@ static int param_decays(const GPT *m, const Param *p) {
     return decay == DECAY_ALWAYS || m->cfg.wd_scale == WD_ALL
         || (decay == DECAY_INPUT && m->cfg.wd_scale == WD_INPUT) || (decay == DECAY_OUTPUT && m->cfg.wd_scale == WD_OUTPUT);
 }
+
+// Learning rate of a parameter over that of the step.
+static double param_rate(const GPT *m, const Param *p) { return p->role >= ROLE_GAMMA_B ? m->cfg.scale_lr : 1; }
 
 // splitmix64: a counter-based generator; the n-th number of a stream is random_u64(stream + n)
 static uint64_t random_u64(uint64_t x) {
@@ -2258,32 +2268,39 @@ static void optimizer_step(GPT *m, int64_t step, double lr, double grad_scale) {
         real *w = m->theta + p->offset, *g = m->grads + p->offset;
         real *m1 = p->m < 0 ? NULL : m->moments + p->m, *m2 = p->v < 0 ? NULL : m->moments + p->v;
         double decay = param_decays(m, p) ? cfg->weight_decay : 0;
+        double rate = lr * param_rate(m, p);
         int64_t n = p->rows * p->cols;
-        if (cfg->optimizer == OPTIMIZER_SGD) { sgd_update(w, g, m1, n, cfg, lr, decay, grad_scale); }
-        else if (m2) { adamw_update(w, g, m1, m2, n, cfg, step, lr, decay, grad_scale); }
-        else { muon_update(w, g, m1, p->rows, p->cols, cfg, lr, decay, grad_scale, m->muon); }
+        if (cfg->optimizer == OPTIMIZER_SGD) { sgd_update(w, g, m1, n, cfg, rate, decay, grad_scale); }
+        else if (m2) { adamw_update(w, g, m1, m2, n, cfg, step, rate, decay, grad_scale); }
+        else { muon_update(w, g, m1, p->rows, p->cols, cfg, rate, decay, grad_scale, m->muon); }
     }
 }
 
 // The machine that computes: what sections 8 to 10 call. This table is of the functions above, which work in the memory
 // of the host; train_gpt2.cu brings its own. Files are read to and written from theta and moments of the host.
 typedef struct Run Run;
+typedef struct DataLoader DataLoader;
 typedef struct Machine {
     void (*check_options)(const Config *cfg);                // refuses what it can't do
     MemoryUse (*estimate_memory)(GPT *m, int64_t B, int64_t T);
     void (*allocate)(GPT *m, int64_t B, int64_t T);
+    void (*connect)(const GPT *m, int64_t step);             // where several GPUs or processes work together; after allocate
     void (*to_device)(GPT *m), (*to_host)(GPT *m);           // copy theta and moments, where it has a memory of its own
     void (*reparameterize_forward)(GPT *m);
     double (*forward)(GPT *m, const int32_t *inputs, const int32_t *targets, int B, int T, double grad_scale);
     void (*logits)(GPT *m, real *logits, int64_t rows);
     void (*update)(GPT *m, Run *run, int64_t step, double lr); // one step: gradient, its norm, new theta and theta~
+    double (*validate)(GPT *m, const DataLoader *val);
     int (*check)(GPT *m, Run *run);                          // --check: 0 where it agrees with the CPU
 } Machine;
 static void cpu_options(const Config *cfg);
 static void train_update(GPT *m, Run *run, int64_t step, double lr);
+static double validate(GPT *m, const DataLoader *val);
 static void host_is_device(GPT *m) { (void)m; }
-static const Machine cpu_machine = {cpu_options, gpt_estimate_memory, gpt_allocate, host_is_device, host_is_device, reparameterize_forward, gpt_forward, gpt_logits, train_update, NULL};
+static void nobody_else(const GPT *m, int64_t step) { (void)m; (void)step; }
+static const Machine cpu_machine = {cpu_options, gpt_estimate_memory, gpt_allocate, nobody_else, host_is_device, host_is_device, reparameterize_forward, gpt_forward, gpt_logits, train_update, validate, NULL};
 static const Machine *machine = &cpu_machine;
+static int num_processes = 1, process_number; // that train one model together (train_gpt2.cu): number 0 alone writes files and standard output
 
 // ----------------------------------------------------------------------------------------------------
 // 7. Data: token shards as one long stream, cut into windows of T+1 tokens at a stride of T.
@@ -2293,7 +2310,7 @@ static const Machine *machine = &cpu_machine;
 // the count of sequences drawn: it doesn't depend on batch sizes or on the number of GPUs.
 
 typedef struct Shard { char *path; const uint16_t *tokens; int64_t count, begin; } Shard; // begin: place in the stream
-typedef struct DataLoader {
+struct DataLoader {
     Shard *shards;
     int num_shards;
     int64_t total, windows;  // tokens in all; windows in an epoch
@@ -2301,7 +2318,7 @@ typedef struct DataLoader {
     int shuffle;
     uint64_t seed;
     uint32_t fingerprint;    // of the first tokens of each shard and their number
-} DataLoader;
+};
 
 static void shard_map(Shard *shard, char *path, int64_t begin, int *vocab) {
     struct stat info;
@@ -2790,11 +2807,18 @@ static void checkpoint_load(GPT *m, const char *checkpoint, const SafeFile *mode
 // metrics.csv holds only what the same flags give again bit by bit; times go to timing.csv beside it.
 #define METRICS_HEADER "step,tokens,lr,train_loss,val_loss,grad_norm"
 #define TIMING_HEADER "step,ms,tokens_per_second\n"
+#define NORMS_HEADER "step,tensor,values,norm\n"
 typedef struct CsvFile { FILE *file; char path[4400]; } CsvFile;
 
 // Opens a log for rows after `step`: rows of later steps, left by a run that was killed, are dropped first.
 static void csv_open(CsvFile *csv, const char *out, const char *name, const char *header, int64_t step) {
     snprintf(csv->path, sizeof csv->path, "%s/%s", out, name);
+    if (process_number > 0) { // its rows are the same
+        snprintf(csv->path, sizeof csv->path, "/dev/null");
+        csv->file = fopen(csv->path, "ab");
+        if (!csv->file) { FAIL("%s: cannot open: %s", csv->path, strerror(errno)); }
+        return;
+    }
     FILE *old = step > 0 ? fopen(csv->path, "rb") : NULL;
     char *kept = text_format("%s", header), *line = NULL;
     size_t capacity = 0, length = strlen(kept), room = length + 1;
@@ -2820,6 +2844,30 @@ static void csv_flush(CsvFile *csv) {
 }
 static void csv_close(CsvFile *csv) {
     if (fclose(csv->file) != 0) { FAIL("%s: cannot write: %s", csv->path, strerror(errno)); }
+}
+
+// A row a tensor: its number of values and its Euclidean norm. Of a scale vector the effective gamma, as the model feels it.
+static void norms_log(const GPT *m, CsvFile *csv, int64_t step) {
+    int64_t widest = 1;
+    for (int i = 0; i < m->num_params; i++) { if (m->params[i].role >= ROLE_GAMMA_B && m->params[i].cols > widest) { widest = m->params[i].cols; } }
+    real *gamma = (real *)malloc((size_t)widest * sizeof(real)); // made here again: m->gamma may be on a GPU
+    if (!gamma) { FAIL("out of memory"); }
+    for (int i = 0; i < m->num_params; i++) {
+        const Param *p = &m->params[i];
+        if (p->role >= ROLE_GAMMA_B && p->gamma < 0) { continue; } // a beta: its vector has it
+        const real *w = m->theta + p->offset;
+        if (p->gamma >= 0) {
+            scale_vector_forward(gamma, w, p->beta < 0 ? NULL : m->theta + m->params[p->beta].offset, p->cols, m->cfg.reparam);
+            w = gamma;
+        }
+        int64_t n = p->rows * p->cols;
+        double squares = 0;
+        for (int64_t j = 0; j < n; j++) { squares += (double)w[j] * w[j]; }
+        int length = (int)strlen(p->name) - (p->beta < 0 ? 0 : (int)strlen(".alpha"));
+        fprintf(csv->file, "%lld,%.*s,%lld,%.9g\n", (long long)step, length, p->name, (long long)n, sqrt(squares));
+    }
+    free(gamma);
+    csv_flush(csv);
 }
 
 // ----------------------------------------------------------------------------------------------------
@@ -3368,7 +3416,7 @@ static void print_estimate(GPT *m) {
     if (paper && !given(&m->cfg, "layers") && !given(&m->cfg, "channels") && !given(&m->cfg, "experts")) { printf("%-12s %14s  the size of this model there, rounded%s\n", "paper", paper, m->cfg.experts ? ": total/active" : ""); }
     MemoryUse use = machine->estimate_memory(m, m->cfg.batch, m->cfg.seq_len);
     const double MiB = 1 << 20;
-    printf("memory, MiB  %14.1f  theta %.1f, theta~ %.1f, gradients %.1f, optimizer %.1f, activations %.1f, work space %.1f\n", (double)use.total / MiB,
+    printf("memory, MiB  %14.1f  %stheta %.1f, theta~ %.1f, gradients %.1f, optimizer %.1f, activations %.1f, work space %.1f\n", (double)use.total / MiB, m->cfg.gpus == 1 ? "" : "on each GPU: ",
            (double)use.theta / MiB, (double)use.effective / MiB, (double)use.grads / MiB, (double)use.moments / MiB, (double)use.activations / MiB, (double)use.work / MiB);
     printf("FLOPs        %14.3g  a token, forward and backward\n", flops_per_token(m));
     double tokens = (double)m->cfg.steps * m->cfg.total_batch * m->cfg.seq_len;
@@ -3407,10 +3455,11 @@ struct Run {
     int has_val, has_tokenizer, terminal;
     Tokenizer tokenizer;
     TrainState state;
-    CsvFile metrics, timing;
+    CsvFile metrics, timing, norms;
     double loss, norm;       // of the last step, and of its gradient
     double balance_loss, z_loss; // likewise: means over micro-batches
     double last_ms;          // smoothed time of a step, for the ETA
+    int stop;                // of several processes: one has got a signal, and all know
 };
 
 // Gradient of one step over --total-batch sequences, in micro-batches. Returns the mean loss.
@@ -3498,7 +3547,7 @@ static void train_step(GPT *m, Run *run) {
     run->state.sequences += cfg->total_batch;
     double ms = 1000 * (seconds() - begin), val_loss = NAN;
     run->last_ms = run->last_ms == 0 ? ms : 0.9 * run->last_ms + 0.1 * ms;
-    if (run->has_val && (step == cfg->steps || (cfg->val_every > 0 && step % cfg->val_every == 0))) { val_loss = validate(m, &run->val); }
+    if (run->has_val && (step == cfg->steps || (cfg->val_every > 0 && step % cfg->val_every == 0))) { val_loss = machine->validate(m, &run->val); }
     fprintf(run->metrics.file, "%lld,%lld,%.9g,%.9g,", (long long)step, (long long)(run->state.sequences * cfg->seq_len), lr, loss);
     if (!isnan(val_loss)) { fprintf(run->metrics.file, "%.9g", val_loss); }
     fprintf(run->metrics.file, ",%.9g%s\n", norm, moe_columns);
@@ -3506,6 +3555,7 @@ static void train_step(GPT *m, Run *run) {
     fprintf(run->timing.file, "%lld,%.3f,%.1f\n", (long long)step, ms, (double)tokens / ms * 1000);
     csv_flush(&run->metrics);
     csv_flush(&run->timing);
+    if (cfg->log_norms && !isnan(val_loss)) { machine->to_host(m); norms_log(m, &run->norms, step); }
     print_progress(m, run, loss, val_loss, lr, norm, (double)tokens / ms * 1000);
 }
 
@@ -3516,12 +3566,14 @@ static void train(GPT *m, Run *run) {
         printf("nothing to do: the run stands at step %lld, its end is %lld (set by --%s)\n", (long long)run->state.step, (long long)end, end == cfg->steps ? "steps" : "stop-at");
         return;
     }
-    checkpoint_rewind(cfg->out, run->state.step);
-    char *listing = config_listing(cfg, "\n");
-    char *path = text_format("%s/config.txt", cfg->out);
-    write_text_file(path, listing);
-    free(listing);
-    free(path);
+    if (process_number == 0) {
+        checkpoint_rewind(cfg->out, run->state.step);
+        char *listing = config_listing(cfg, "\n");
+        char *path = text_format("%s/config.txt", cfg->out);
+        write_text_file(path, listing);
+        free(listing);
+        free(path);
+    }
     char *header = text_format(METRICS_HEADER "%s", cfg->experts ? ",balance_loss,router_z_loss,max_load" : "");
     for (int e = 0; e <= cfg->experts; e++) {
         char *longer = e < cfg->experts ? text_format("%s,expert_%d", header, e) : text_format("%s\n", header);
@@ -3531,15 +3583,19 @@ static void train(GPT *m, Run *run) {
     csv_open(&run->metrics, cfg->out, "metrics.csv", header, run->state.step);
     free(header);
     csv_open(&run->timing, cfg->out, "timing.csv", TIMING_HEADER, run->state.step);
+    if (cfg->log_norms) { csv_open(&run->norms, cfg->out, "norms.csv", NORMS_HEADER, run->state.step); }
     signal(SIGINT, on_signal);
     signal(SIGTERM, on_signal);
     signal(SIGHUP, on_signal);
     while (run->state.step < end) {
         train_step(m, run);
         int64_t step = run->state.step;
-        int last = step == end || stop_signal;
-        if (last || (cfg->save_every > 0 && step % cfg->save_every == 0)) { machine->to_host(m); checkpoint_save(m, cfg->out, &run->state); }
-        if (cfg->sample_every > 0 && step % cfg->sample_every == 0) {
+        int last = step == end || (num_processes > 1 ? run->stop : stop_signal);
+        if (last || (cfg->save_every > 0 && step % cfg->save_every == 0)) {
+            machine->to_host(m);
+            if (process_number == 0) { checkpoint_save(m, cfg->out, &run->state); }
+        }
+        if (process_number == 0 && cfg->sample_every > 0 && step % cfg->sample_every == 0) {
             printf("%ssample: ", run->terminal ? "\n" : "");
             sample_print(m, &run->tokenizer, 100, random_u64((uint64_t)cfg->seed + ((uint64_t)step << 20)));
         }
@@ -3547,7 +3603,8 @@ static void train(GPT *m, Run *run) {
     }
     csv_close(&run->metrics);
     csv_close(&run->timing);
-    printf("%s%s at step %lld: %s/step_%08lld\n", run->terminal ? "\n" : "", stop_signal ? "stopped by a signal, saved" : "saved", (long long)run->state.step, cfg->out, (long long)run->state.step);
+    if (cfg->log_norms) { csv_close(&run->norms); }
+    printf("%s%s at step %lld: %s/step_%08lld\n", run->terminal ? "\n" : "", stop_signal || run->stop ? "stopped by a signal, saved" : "saved", (long long)run->state.step, cfg->out, (long long)run->state.step);
 }
 
 // Opens the training and validation data and settles V.
@@ -3615,7 +3672,7 @@ static void settle_steps(GPT *m) {
 }
 
 static void cpu_options(const Config *cfg) {
-    static const char *const of_gpus[] = {"precision", "gpus", "zero", "recompute", "check"};
+    static const char *const of_gpus[] = {"precision", "gpus", "zero", "timeout", "recompute", "check"};
     for (int i = 0; i < COUNT(of_gpus); i++) {
         int index = find_option(of_gpus[i]);
         char text[64];
@@ -3655,6 +3712,7 @@ static int train_main(int argc, char **argv) {
 #endif
     run.terminal = isatty(STDOUT_FILENO);
     if (training && !(cfg.estimate && cfg.vocab > 0)) { open_data(&cfg, &run); }
+    if (training && cfg.log_norms && !cfg.estimate && !run.has_val) { USAGE("--log-norms: found no validation data, expected some: norms are logged at validations"); }
     gpt_build(&model, &cfg);
     settle_steps(&model);
     if (cfg.estimate) { print_estimate(&model); return finish(); }
@@ -3669,12 +3727,13 @@ static int train_main(int argc, char **argv) {
         FAIL("--data %s: found other tokens than the checkpoint %s was trained on, expected the same: the data order would change", cfg.data, checkpoint);
     }
     machine->allocate(&model, training ? cfg.batch : 1, cfg.export_dir[0] ? 1 : cfg.seq_len);
-    if (training && !cfg.check) {
+    if (training && !cfg.check && process_number == 0) {
         if (same_folder(cfg.out, run_folder)) { lock_out(cfg.out); } else { prepare_out(&cfg); }
     }
     if (cfg.resume[0]) { checkpoint_load(&model, checkpoint, &model_file, training); safetensors_close(&model_file); }
     else if (cfg.import_dir[0]) { hf_import(&model, cfg.import_dir); }
     else { gpt_init(&model); }
+    if (training) { machine->connect(&model, run.state.step); }
     machine->to_device(&model);
     machine->reparameterize_forward(&model);
     if (cfg.check) { int differs = machine->check(&model, &run); finish(); return differs; }

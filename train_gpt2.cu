@@ -30,11 +30,30 @@
 #include <cuda_runtime.h>
 #include <cuda_bf16.h>
 #include <cublasLt.h>
-#ifndef NO_NCCL // without it, one GPU
+#ifndef NO_NCCL
 #include <nccl.h>
+#else // without it, one GPU: none of these is reached
+struct ncclUniqueId { char internal[128]; };
+typedef struct ncclComm *ncclComm_t;
+enum ncclResult_t { ncclSuccess, ncclSystemError, ncclInternalError, ncclRemoteError, ncclInProgress };
+enum ncclDataType_t { ncclInt64, ncclFloat32, ncclFloat64, ncclBfloat16 };
+enum { ncclSum };
+#define NCCL_ABSENT(name) template <typename... Args> static ncclResult_t name(Args...) { return ncclInternalError; }
+NCCL_ABSENT(ncclGetUniqueId) NCCL_ABSENT(ncclCommInitRank) NCCL_ABSENT(ncclCommDestroy) NCCL_ABSENT(ncclCommAbort) NCCL_ABSENT(ncclCommGetAsyncError)
+NCCL_ABSENT(ncclGroupStart) NCCL_ABSENT(ncclGroupEnd) NCCL_ABSENT(ncclAllReduce) NCCL_ABSENT(ncclReduce) NCCL_ABSENT(ncclBroadcast) NCCL_ABSENT(ncclSend) NCCL_ABSENT(ncclRecv)
+static const char *ncclGetErrorString(ncclResult_t) { return "built without NCCL"; }
 #endif
+#include <atomic>
+#include <condition_variable>
+#include <functional>
 #include <map>
+#include <mutex>
+#include <string>
+#include <thread>
 #include <vector>
+#ifdef USE_MPI
+#include <mpi.h>
+#endif
 
 static_assert(sizeof(real) == sizeof(float), "theta is fp32 on the GPU");
 
@@ -42,15 +61,15 @@ static_assert(sizeof(real) == sizeof(float), "theta is fp32 on the GPU");
     if (status_ != cudaSuccess) { FAIL("%s: %s: %s", #call, cudaGetErrorName(status_), cudaGetErrorString(status_)); } } while (0)
 #define CUBLAS_CHECK(call) do { cublasStatus_t status_ = (call); \
     if (status_ != CUBLAS_STATUS_SUCCESS) { FAIL("%s: %s", #call, cublasLtGetStatusString(status_)); } } while (0)
-#ifndef NO_NCCL
 #define NCCL_CHECK(call) do { ncclResult_t status_ = (call); \
-    if (status_ != ncclSuccess) { FAIL("%s: %s", #call, ncclGetErrorString(status_)); } } while (0)
-#endif
+    if (status_ != ncclSuccess) { gpu::wait_for_blame(status_); FAIL("%s: %s", #call, ncclGetErrorString(status_)); } } while (0)
+#define MPI_CHECK(call) do { if ((call) != MPI_SUCCESS) { FAIL("%s: failed", #call); } } while (0)
 #define LAUNCHED() CUDA_CHECK(cudaGetLastError()) // follows each <<<>>>
 
 namespace gpu {
 
 typedef __nv_bfloat16 bf16;
+static void wait_for_blame(ncclResult_t status); // section 7
 
 // ----------------------------------------------------------------------------------------------------
 // Numbers: W of them in one load or store, of 16 bytes where rows allow; arithmetic is always fp32.
@@ -141,10 +160,14 @@ struct Plan { cublasLtMatmulDesc_t product; cublasLtMatrixLayout_t a, b, c; cubl
 
 struct Gpu {
     int device, rank, world;       // rank of world GPUs
+    int local;                     // its number among those of this process
     cudaStream_t stream;
     cublasLtHandle_t blas;
     void *workspace;               // of cuBLAS
     std::map<PlanKey, Plan> plans;
+    ncclComm_t comm;               // with world > 1, and the stream of all that goes through it
+    cudaStream_t comm_stream;
+    cudaEvent_t handed, returned;  // to the stream of collectives, and back
 };
 constexpr size_t WORKSPACE = (size_t)32 << 20; // what cuBLAS asks for on sm_90
 
@@ -153,7 +176,13 @@ static void gpu_open(Gpu *gpu, int device, int rank, int world) {
     gpu->rank = rank;
     gpu->world = world;
     CUDA_CHECK(cudaSetDevice(device));
+    gpu->local = 0;
     CUDA_CHECK(cudaStreamCreate(&gpu->stream));
+    if (world > 1) {
+        CUDA_CHECK(cudaStreamCreate(&gpu->comm_stream));
+        CUDA_CHECK(cudaEventCreateWithFlags(&gpu->handed, cudaEventDisableTiming));
+        CUDA_CHECK(cudaEventCreateWithFlags(&gpu->returned, cudaEventDisableTiming));
+    }
     CUBLAS_CHECK(cublasLtCreate(&gpu->blas));
     CUDA_CHECK(cudaMalloc(&gpu->workspace, WORKSPACE));
 }
@@ -167,6 +196,12 @@ static void gpu_close(Gpu *gpu) {
     }
     gpu->plans.clear();
     CUDA_CHECK(cudaFree(gpu->workspace));
+    if (gpu->world > 1) {
+        if (gpu->comm) { NCCL_CHECK(ncclCommDestroy(gpu->comm)); }
+        CUDA_CHECK(cudaEventDestroy(gpu->handed));
+        CUDA_CHECK(cudaEventDestroy(gpu->returned));
+        CUDA_CHECK(cudaStreamDestroy(gpu->comm_stream));
+    }
     CUBLAS_CHECK(cublasLtDestroy(gpu->blas));
     CUDA_CHECK(cudaStreamDestroy(gpu->stream));
 }
@@ -175,27 +210,36 @@ static void gpu_close(Gpu *gpu) {
 // 2. Parameters: where those of the table are on the device. All offsets are in elements.
 
 enum { MAP_ROWS = 64, MAP_COLS = 128, NORM_BLOCKS = 256 }; // of a map that a block of reparameterization takes
+constexpr int UPDATE_BLOCK = 4096; // elements that a block of the optimizers takes
 constexpr int PAD = 8;             // rows of tensors begin at multiples of so many elements: 16 bytes of bf16
 
-struct Place {                     // of a parameter, by its index in the table
-    int64_t at;                    // in theta, theta~ (of a matrix), gradients and first moments
+struct Place {                     // of a parameter, by its index in the table; with --zero 1 of some rows of it
+    int64_t at;                    // in theta and first moments
+    int64_t eff;                   // in theta~ (of a matrix) and gradients: the same, but with --zero 1
+    int64_t row;                   // first row
+    int param;                     // index in the table
     int64_t v;                     // in the second moments, or -1
     int64_t rows, cols, ld;        // rows with their pads; columns; columns with their pads, the distance of rows
     int64_t gamma;                 // of a scale vector: in gamma and dgamma, or -1
     int64_t first_block;           // of the kernels that walk over all parameters
-    float decay;                   // --weight-decay, or 0
+    float decay, rate;             // --weight-decay, or 0; learning rate over that of the step: --scale-lr for scale vectors
     int muon;
 };
 struct Map {                       // a linear map: what a LinearMap of train_gpt2.c says, with offsets for indices
-    int64_t w, eff;                // W in theta and dtheta; W~ and dL/dW~ in theta~ and dtheta: the same but for a tied head
+    int64_t w, d;                  // W in theta, and dL/dW in dtheta
+    int64_t eff;                   // W~ in theta~, and dL/dW~ in dtheta: at d, too, but for a tied head
+    int param;                     // index of W in the table
     int64_t rows, cols, ld;        // without pads; the distance of rows
     int64_t gamma_a, gamma_b;      // in gamma, or -1
     int64_t partial;               // its sums over blocks of rows, for dgamma_b: (blocks, ld)
     int64_t first_forward, first_backward; // first block of the kernels that walk over all maps
 };
-struct Vector { int64_t alpha, beta, gamma, n, partial, parts; }; // a scale vector; parts: rows (ld) of partial sums of dgamma_b
+struct Vector { int64_t alpha, beta, d_alpha, d_beta, gamma, n, partial, parts; }; // a scale vector; parts: rows (ld) of partial sums of dgamma_b
 
-struct MuonMatrix { int64_t at, rows, ld; int flip; float keep, rate; }; // flip: more rows than columns
+struct MuonMatrix { int64_t at, eff, rows, ld; int flip; float keep, rate; }; // flip: more rows than columns
+
+struct Piece { int param, owner; int64_t row, rows; }; // rows of a matrix that one of several GPUs owns; pads included
+struct Span { int64_t at, n; int owner; };             // neighbouring elements of gradients (and theta~)
 
 template <typename F> struct FfnActs { // names and shapes as in train_gpt2.c, H padded
     F *gu_raw;                     // (n,2H) what swiglu_forward reads: Output-Norms are part of it, so that there is no gu
@@ -230,6 +274,8 @@ template <typename F> struct LayerActs {
 
 struct Stats {                     // made on the device and copied to the host at the end of a step
     double loss, balance_loss, z_loss; // of all micro-batches
+    double squares;                // of the gradient
+    double stop;                   // how many processes have got a signal
     double eval;                   // mean loss of the last forward without gradients
     float norm, clip;              // of the gradient; what the optimizer multiplies it by
 };
@@ -242,14 +288,25 @@ template <typename F> struct Model {
     ::GPT *host;
     Gpu *gpu;
     Arena arena;
+    int rank, world, divided;      // divided: --zero 1, theta and moments are only those that this GPU owns
     std::vector<Place> places;     // like host->params
     std::vector<Map> maps;         // like host->maps, then the embedding
+    std::vector<Piece> pieces;     // who owns what, by parameter and row
+    std::vector<Place> own;        // what this GPU has in theta and moments: all of places, or its share
+    std::vector<int> own_of;       // of each parameter: index of its first entry in own, or -1
+    std::vector<Map> own_maps;     // likewise
     std::vector<Vector> vectors;
+    std::vector<Span> norm_spans;  // whose part of the gradient's norm is this GPU's to count
+    std::vector<std::vector<Span>> buckets; // of gradients: the head, each layer, the embedding
+    std::vector<Span> muon_spans;  // theta of Muon's matrices
+    int last;                      // the backward at work is the last of the step
+    std::vector<int32_t> batch;    // inputs and targets
     int64_t num_theta, num_eff, num_v, num_gamma, num_partial; // lengths, pads included
     int64_t forward_blocks, backward_blocks, theta_blocks;
     Place *d_places;
     Map *d_maps;
     Vector *d_vectors;
+    Span *d_spans;                 // norm_spans
     float *theta, *grads, *m, *v;
     F *theta_eff;                  // theta~
     float *gamma, *dgamma;
@@ -296,13 +353,12 @@ template <typename F> static void layout_places(Model<F> *m) {
     }
     m->places.clear();
     m->maps.clear();
-    m->vectors.clear();
-    m->num_theta = m->num_v = m->num_gamma = m->num_partial = m->forward_blocks = m->backward_blocks = m->theta_blocks = 0;
-    constexpr int64_t BLOCK = 4096; // elements a block of the optimizers
+    m->num_eff = m->num_v = m->num_gamma = 0;
     for (int i = 0; i < host->num_params; i++) {
         const ::Param *p = &host->params[i];
         Place place = {};
-        place.at = m->num_theta;
+        place.at = place.eff = m->num_eff;
+        place.param = i;
         place.rows = pads[i] ? round_up(p->rows, PAD) : p->rows;
         place.cols = p->cols;
         place.ld = round_up(p->cols, PAD);
@@ -311,50 +367,144 @@ template <typename F> static void layout_places(Model<F> *m) {
         if (p->v >= 0) { place.v = m->num_v; m->num_v += size; }
         if (p->gamma >= 0) { place.gamma = m->num_gamma; m->num_gamma += place.ld; }
         place.decay = param_decays(host, p) ? (float)cfg->weight_decay : 0.0f;
+        place.rate = (float)param_rate(host, p);
         place.muon = cfg->optimizer == OPTIMIZER_MUON && role_table[p->role].muon;
-        place.first_block = m->theta_blocks;
-        if (!place.muon) { m->theta_blocks += ceil_div(size, BLOCK); }
-        m->num_theta += size;
+        m->num_eff += size;
         m->places.push_back(place);
     }
     auto gamma_of = [&](int param) { return param < 0 ? -1 : m->places[param].gamma; };
-    m->num_eff = m->num_theta;
     for (int i = 0; i <= host->num_maps; i++) { // the last one is the embedding, where it isn't the head's W~ itself
         const ::LinearMap *from = i < host->num_maps ? &host->maps[i] : NULL, *head = gpt_head(host);
         int scaled = from && (from->gamma_a >= 0 || from->gamma_b >= 0), tied = cfg->tie_embeddings && from == head;
         if (!from && cfg->tie_embeddings && !map_has_copy(host, head)) { break; }
         const Place *place = &m->places[from ? from->weight : 0];
         Map map = {};
-        map.w = map.eff = place->at;
+        map.param = place->param;
+        map.w = map.d = map.eff = place->at;
         if (tied && scaled) { map.eff = m->num_eff; m->num_eff += place->rows * place->ld; }
         map.rows = host->params[from ? from->weight : 0].rows;
         map.cols = place->cols;
         map.ld = place->ld;
         map.gamma_a = from ? gamma_of(from->gamma_a) : -1;
         map.gamma_b = from ? gamma_of(from->gamma_b) : -1;
-        map.first_forward = m->forward_blocks;
-        map.first_backward = m->backward_blocks;
-        m->forward_blocks += ceil_div(map.rows, MAP_ROWS);
-        if (scaled) { m->backward_blocks += ceil_div(map.rows, MAP_ROWS); }
         m->maps.push_back(map);
     }
-    // The parts of one dgamma_b, of all maps that share it, lie side by side: first they are counted, then placed.
-    std::vector<int64_t> parts((size_t)host->num_params, 0), next((size_t)host->num_params, 0);
-    for (int i = 0; i < host->num_maps; i++) {
-        if (host->maps[i].gamma_b >= 0) { parts[(size_t)host->maps[i].gamma_b] += ceil_div(host->maps[i].rows, MAP_ROWS); }
+}
+
+// Which GPU owns what: embedding and head by rows, other matrices whole, the largest first, each to the one that has least
+// so far. Scale vectors are everybody's. In order of parameters and rows.
+static std::vector<Piece> share_out(const ::GPT *host, const std::vector<Place> &places, int world) {
+    std::vector<Piece> pieces;
+    std::vector<int64_t> load((size_t)world, 0);
+    std::vector<int> matrices, owner((size_t)host->num_params, 0);
+    auto size = [&](int i) { return places[(size_t)i].rows * places[(size_t)i].ld; };
+    auto by_rows = [&](int i) { return host->params[i].role == ROLE_EMBEDDING || host->params[i].role == ROLE_HEAD; };
+    for (int i = 0; i < host->num_params; i++) { if (host->params[i].role < ROLE_GAMMA_B && !by_rows(i)) { matrices.push_back(i); } }
+    std::stable_sort(matrices.begin(), matrices.end(), [&](int a, int b) { return size(a) > size(b); });
+    for (int i : matrices) {
+        owner[(size_t)i] = (int)(std::min_element(load.begin(), load.end()) - load.begin());
+        load[(size_t)owner[(size_t)i]] += size(i);
     }
+    for (int i = 0; i < host->num_params; i++) {
+        int64_t rows = places[(size_t)i].rows;
+        if (host->params[i].role >= ROLE_GAMMA_B) { continue; }
+        for (int r = 0; r < world; r++) {
+            int64_t first = by_rows(i) ? rows * r / world : 0, end = by_rows(i) ? rows * (r + 1) / world : rows;
+            if (end > first && (by_rows(i) || r == owner[(size_t)i])) { pieces.push_back(Piece{i, r, first, end - first}); }
+        }
+    }
+    return pieces;
+}
+
+static void add_span(std::vector<Span> &spans, int64_t at, int64_t n, int owner) {
+    if (!spans.empty() && spans.back().owner == owner && spans.back().at + spans.back().n == at) { spans.back().n += n; }
+    else { spans.push_back(Span{at, n, owner}); }
+}
+
+// What of theta and moments this GPU has, what it counts and updates, and what is summed over the GPUs together.
+template <typename F> static void layout_share(Model<F> *m) {
+    const ::GPT *host = m->host;
+    const Config *cfg = &host->cfg;
+    std::vector<std::vector<Piece>> of((size_t)host->num_params); // pieces of each parameter
+    std::vector<int64_t> vector_at((size_t)host->num_params, -1);
+    m->divided = cfg->zero == 1 && m->world > 1;
+    m->pieces = share_out(host, m->places, m->world);
+    for (const Piece &piece : m->pieces) { of[(size_t)piece.param].push_back(piece); }
+    m->own.clear();
+    m->own_of.assign((size_t)host->num_params, -1);
+    m->own_maps.clear();
+    m->vectors.clear();
+    m->norm_spans.clear();
+    m->muon_spans.clear();
+    m->num_theta = m->num_v = m->num_partial = m->forward_blocks = m->backward_blocks = m->theta_blocks = 0;
+    for (int i = 0; i < host->num_params; i++) {
+        const Place *whole = &m->places[(size_t)i];
+        int is_vector = of[(size_t)i].empty();
+        auto take = [&](int64_t row, int64_t rows) {
+            Place place = *whole;
+            int64_t size = rows * place.ld;
+            place.at = m->num_theta;
+            place.eff += row * place.ld;
+            place.row = row;
+            place.rows = rows;
+            if (place.v >= 0) { place.v = m->num_v; m->num_v += size; }
+            place.first_block = m->theta_blocks;
+            if (!place.muon) { m->theta_blocks += ceil_div(size, UPDATE_BLOCK); }
+            m->num_theta += size;
+            if (m->own_of[(size_t)i] < 0) { m->own_of[(size_t)i] = (int)m->own.size(); }
+            m->own.push_back(place);
+        };
+        if (is_vector) { vector_at[(size_t)i] = m->num_theta; }
+        if (is_vector || !m->divided) { take(0, whole->rows); }
+        if (is_vector && m->rank == 0) { add_span(m->norm_spans, whole->eff, whole->rows * whole->ld, 0); }
+        for (const Piece &piece : of[(size_t)i]) {
+            int64_t at = whole->eff + piece.row * whole->ld, n = piece.rows * whole->ld;
+            if (piece.owner == m->rank && m->divided) { take(piece.row, piece.rows); }
+            if (piece.owner == m->rank) { add_span(m->norm_spans, at, n, 0); }
+            if (whole->muon) { add_span(m->muon_spans, at, n, piece.owner); }
+        }
+    }
+    for (const Map &whole : m->maps) {
+        int first = m->own_of[(size_t)whole.param];
+        for (size_t k = (size_t)first; first >= 0 && k < m->own.size() && m->own[k].param == whole.param; k++) {
+            const Place &place = m->own[k];
+            Map map = whole;
+            map.w = place.at;
+            map.d += place.row * map.ld;
+            map.eff += place.row * map.ld;
+            map.rows = at_most(whole.rows - place.row, place.rows);
+            if (map.rows <= 0) { continue; } // pads
+            if (map.gamma_a >= 0) { map.gamma_a += place.row; }
+            map.first_forward = m->forward_blocks;
+            map.first_backward = m->backward_blocks;
+            m->forward_blocks += ceil_div(map.rows, MAP_ROWS);
+            if (map.gamma_a >= 0 || map.gamma_b >= 0) { m->backward_blocks += ceil_div(map.rows, MAP_ROWS); }
+            m->own_maps.push_back(map);
+        }
+    }
+    if (!m->divided) { m->maps = m->own_maps; } // one for one
+    m->buckets.assign((size_t)cfg->layers + 2, {});
+    for (size_t i = 0; i < m->maps.size(); i++) {
+        const Map *map = &m->maps[i];
+        int layer = i < (size_t)host->num_maps ? host->maps[i].layer : -1;
+        size_t bucket = layer >= 0 ? (size_t)layer + 1 : map->eff == m->places[0].eff ? (size_t)cfg->layers + 1 : 0;
+        for (const Piece &piece : of[(size_t)map->param]) { add_span(m->buckets[bucket], map->eff + piece.row * map->ld, piece.rows * map->ld, m->divided ? piece.owner : -1); }
+    }
+    // The parts of one dgamma_b, of all maps that share it, lie side by side: first they are counted, then placed.
+    std::map<int64_t, int64_t> parts, next; // by the vector's offset in gamma
+    for (const Map &map : m->own_maps) { if (map.gamma_b >= 0) { parts[map.gamma_b] += ceil_div(map.rows, MAP_ROWS); } }
     for (int i = 0; i < host->num_params; i++) {
         const Place *place = &m->places[(size_t)i];
         if (place->gamma < 0) { continue; }
         int beta = host->params[i].beta;
-        m->vectors.push_back(Vector{place->at, beta < 0 ? -1 : m->places[(size_t)beta].at, place->gamma, place->cols, m->num_partial, parts[(size_t)i]});
-        next[(size_t)i] = m->num_partial;
-        m->num_partial += parts[(size_t)i] * place->ld;
+        m->vectors.push_back(Vector{vector_at[(size_t)i], beta < 0 ? -1 : vector_at[(size_t)beta], place->eff, beta < 0 ? -1 : m->places[(size_t)beta].eff, place->gamma, place->cols, m->num_partial, parts[place->gamma]});
+        next[place->gamma] = m->num_partial;
+        m->num_partial += parts[place->gamma] * place->ld;
     }
-    for (int i = 0; i < host->num_maps; i++) {
-        if (host->maps[i].gamma_b < 0) { continue; }
-        m->maps[(size_t)i].partial = next[(size_t)host->maps[i].gamma_b];
-        next[(size_t)host->maps[i].gamma_b] += ceil_div(host->maps[i].rows, MAP_ROWS) * m->maps[(size_t)i].ld;
+    for (Map &map : m->own_maps) {
+        if (map.gamma_b < 0) { continue; }
+        map.partial = next[map.gamma_b];
+        next[map.gamma_b] += ceil_div(map.rows, MAP_ROWS) * map.ld;
     }
 }
 
@@ -387,7 +537,7 @@ __global__ void __launch_bounds__(256) scale_vector_backward_kernel(float *grads
     __shared__ float scratch[2][32];
     const Vector v = vectors[blockIdx.x];
     const float *alpha = theta + v.alpha, *d = dgamma + v.gamma, *g = gamma + v.gamma;
-    float *dalpha = grads + v.alpha, squares = 0, dot = 0;
+    float *dalpha = grads + v.d_alpha, squares = 0, dot = 0;
     if (reparam == REPARAM_NONE) {
         for (int64_t i = threadIdx.x; i < v.n; i += blockDim.x) { dalpha[i] = d[i]; }
         return;
@@ -399,7 +549,7 @@ __global__ void __launch_bounds__(256) scale_vector_backward_kernel(float *grads
     squares = block_sum(squares, scratch[0]);
     dot = block_sum(dot, scratch[1]);
     float rstd = 1 / sqrtf(squares / (float)v.n + (float)NORM_EPS), factor = theta[v.beta] * rstd;
-    if (threadIdx.x == 0) { grads[v.beta] = reparam == REPARAM_OR ? dot * rstd : dot; }
+    if (threadIdx.x == 0) { grads[v.d_beta] = reparam == REPARAM_OR ? dot * rstd : dot; }
     for (int64_t i = threadIdx.x; i < v.n; i += blockDim.x) {
         dalpha[i] = reparam == REPARAM_OR ? factor * (d[i] - alpha[i] * (rstd * rstd * dot / (float)v.n)) : d[i] * g[i] - dot / (float)v.n;
     }
@@ -449,13 +599,13 @@ __global__ void __launch_bounds__(256) map_backward_kernel(float *grads, float *
                 auto g = load<4>(grads + map.eff + r * map.ld + c), w = load<4>(theta + map.w + r * map.ld + c);
                 float a = map.gamma_a < 0 ? 1 : gamma[map.gamma_a + r];
                 Packed<float, 4> out = {};
-                if (map.eff != map.w) { out = load<4>(grads + map.w + r * map.ld + c); }
+                if (map.eff != map.d) { out = load<4>(grads + map.d + r * map.ld + c); }
                 for (int i = 0; i < 4; i++) {
                     da[k] += g[i] * b[i] * w[i];
                     db[i] += a * g[i] * w[i];
                     out.value[i] += a * g[i] * b[i];
                 }
-                store(grads + map.w + r * map.ld + c, out);
+                store(grads + map.d + r * map.ld + c, out);
             }
         }
         if (map.gamma_b < 0) { continue; }
@@ -504,18 +654,23 @@ static void column_sum(Gpu *gpu, float *out, const float *partial, int64_t rows,
     LAUNCHED();
 }
 
+template <typename F> static void share_effective(Model<F> *m); // section 7
+template <typename F> static void sum_dgamma(Model<F> *m);
+
 template <typename F> static void reparameterize_forward(Model<F> *m) {
     if (!m->vectors.empty()) {
         scale_vector_forward_kernel<<<(unsigned)m->vectors.size(), 256, 0, m->gpu->stream>>>(m->gamma, m->theta, m->d_vectors, m->host->cfg.reparam);
         LAUNCHED();
     }
-    reparameterize_forward_kernel<F><<<(unsigned)m->forward_blocks, 256, 0, m->gpu->stream>>>(m->theta_eff, m->theta, m->gamma, m->d_maps, (int)m->maps.size());
+    if (m->forward_blocks) { reparameterize_forward_kernel<F><<<(unsigned)m->forward_blocks, 256, 0, m->gpu->stream>>>(m->theta_eff, m->theta, m->gamma, m->d_maps, (int)m->own_maps.size()); }
     LAUNCHED();
+    share_effective(m);
 }
 
 template <typename F> static void reparameterize_backward(Model<F> *m) {
+    if (!m->divided) { sum_dgamma(m); }
     if (m->backward_blocks) {
-        map_backward_kernel<<<(unsigned)m->backward_blocks, 256, 0, m->gpu->stream>>>(m->grads, m->dgamma, (float *)m->work, m->theta, m->gamma, m->d_maps, (int)m->maps.size());
+        map_backward_kernel<<<(unsigned)m->backward_blocks, 256, 0, m->gpu->stream>>>(m->grads, m->dgamma, (float *)m->work, m->theta, m->gamma, m->d_maps, (int)m->own_maps.size());
         LAUNCHED();
     }
     if (m->vectors.empty()) { return; }
@@ -525,6 +680,7 @@ template <typename F> static void reparameterize_backward(Model<F> *m) {
         vectors_sum_kernel<<<dim3((unsigned)m->vectors.size(), (unsigned)ceil_div(widest, 32)), dim3(32, 8), 0, m->gpu->stream>>>(m->dgamma, (const float *)m->work, m->d_vectors);
         LAUNCHED();
     }
+    if (m->divided) { sum_dgamma(m); } // each GPU has added what its matrices say
     scale_vector_backward_kernel<<<(unsigned)m->vectors.size(), 256, 0, m->gpu->stream>>>(m->grads, m->dgamma, m->gamma, m->theta, m->d_vectors, m->host->cfg.reparam);
     LAUNCHED();
 }
@@ -2135,6 +2291,7 @@ template <typename F> static MemoryUse gpt_layout(Model<F> *m, int64_t B, int64_
     MemoryUse use;
     m->recompute = cfg->recompute;
     layout_places(m);
+    layout_share(m);
     arena_take(a, m->theta, m->num_theta);
     use.theta = a->used;
     arena_take(a, m->theta_eff, m->num_eff);
@@ -2165,6 +2322,7 @@ template <typename F> static MemoryUse gpt_layout(Model<F> *m, int64_t B, int64_
     m->work_bytes = (size_t)(m->head_chunk * V) * sizeof(F);
     if (m->work_bytes < (size_t)m->num_partial * sizeof(float)) { m->work_bytes = (size_t)m->num_partial * sizeof(float); }
     if (m->work_bytes < (size_t)muon) { m->work_bytes = (size_t)muon; }
+    for (const Place &place : m->places) { if (m->work_bytes < (size_t)place.ld * sizeof(float)) { m->work_bytes = (size_t)place.ld * sizeof(float); } } // a row, for copy_state
     int64_t qkv = any_norm(gpt_layer_maps(m->host, 0) + SITE_Q, 3) ? N * m->host->qkv_width * (int64_t)sizeof(F) : 0;
     if (m->work_bytes < (size_t)qkv) { m->work_bytes = (size_t)qkv; }
     m->work = arena_bytes(a, (int64_t)m->work_bytes);
@@ -2182,8 +2340,9 @@ template <typename F> static MemoryUse gpt_layout(Model<F> *m, int64_t B, int64_
     arena_take(a, m->expert_tokens, cfg->layers * E);
     arena_take(a, m->stats, 1);
     arena_take(a, m->norm_parts, NORM_BLOCKS);
-    arena_take(a, m->d_places, (int64_t)m->places.size());
-    arena_take(a, m->d_maps, (int64_t)m->maps.size());
+    arena_take(a, m->d_places, (int64_t)m->own.size());
+    arena_take(a, m->d_maps, (int64_t)m->own_maps.size());
+    arena_take(a, m->d_spans, (int64_t)m->norm_spans.size());
     arena_take(a, m->d_vectors, (int64_t)m->vectors.size());
     arena_take(a, m->d_matrices, cfg->optimizer == OPTIMIZER_MUON ? (int64_t)m->places.size() : 0);
     use.work = a->used - before;
@@ -2191,10 +2350,18 @@ template <typename F> static MemoryUse gpt_layout(Model<F> *m, int64_t B, int64_
     return use;
 }
 
-template <typename F> static MemoryUse gpt_estimate_memory(::GPT *host, int64_t B, int64_t T) {
-    Model<F> m = {};
-    m.host = host;
-    MemoryUse use = gpt_layout(&m, B, T);
+// Of `world` GPUs: of the one that needs most.
+template <typename F> static MemoryUse gpt_estimate_memory(::GPT *host, int64_t B, int64_t T, int world = 1) {
+    MemoryUse use = {};
+    for (int rank = 0; rank < world; rank++) {
+        Model<F> m = {};
+        m.host = host;
+        m.rank = rank;
+        m.world = world;
+        MemoryUse one = gpt_layout(&m, B, T);
+        if (one.total > use.total) { use = one; }
+        if (!m.divided) { break; } // all are alike
+    }
     use.work += WORKSPACE;
     use.total += WORKSPACE;
     return use;
@@ -2205,6 +2372,8 @@ template <typename F> static Model<F> *gpt_allocate(::GPT *host, Gpu *gpu, int64
     auto *m = new Model<F>();
     m->host = host;
     m->gpu = gpu;
+    m->rank = gpu->rank;
+    m->world = gpu->world;
     size_t total = gpt_layout(m, B, T).total, available, all;
     CUDA_CHECK(cudaMemGetInfo(&available, &all));
     if (total > available) {
@@ -2219,6 +2388,7 @@ template <typename F> static Model<F> *gpt_allocate(::GPT *host, Gpu *gpu, int64
     m->arena.used = 0;
     gpt_layout(m, B, T);
     int64_t N = B * T, E = host->cfg.experts, half = host->head_size / 2;
+    m->batch.resize((size_t)(2 * N));
     auto clear = [&](auto *tensor, int64_t count) { if (tensor) { CUDA_CHECK(cudaMemsetAsync(tensor, 0, (size_t)count * sizeof *tensor, gpu->stream)); } };
     clear(m->theta, m->num_theta); // pads are zeros from here on
     clear(m->theta_eff, m->num_eff);
@@ -2227,8 +2397,9 @@ template <typename F> static Model<F> *gpt_allocate(::GPT *host, Gpu *gpu, int64
     clear(m->dgamma, m->num_gamma);
     clear(m->m, m->num_theta);
     clear(m->v, m->num_v);
-    CUDA_CHECK(cudaMemcpyAsync(m->d_places, m->places.data(), m->places.size() * sizeof(Place), cudaMemcpyHostToDevice, gpu->stream));
-    CUDA_CHECK(cudaMemcpyAsync(m->d_maps, m->maps.data(), m->maps.size() * sizeof(Map), cudaMemcpyHostToDevice, gpu->stream));
+    CUDA_CHECK(cudaMemcpyAsync(m->d_places, m->own.data(), m->own.size() * sizeof(Place), cudaMemcpyHostToDevice, gpu->stream));
+    CUDA_CHECK(cudaMemcpyAsync(m->d_maps, m->own_maps.data(), m->own_maps.size() * sizeof(Map), cudaMemcpyHostToDevice, gpu->stream));
+    if (!m->norm_spans.empty()) { CUDA_CHECK(cudaMemcpyAsync(m->d_spans, m->norm_spans.data(), m->norm_spans.size() * sizeof(Span), cudaMemcpyHostToDevice, gpu->stream)); }
     if (!m->vectors.empty()) { CUDA_CHECK(cudaMemcpyAsync(m->d_vectors, m->vectors.data(), m->vectors.size() * sizeof(Vector), cudaMemcpyHostToDevice, gpu->stream)); }
     std::vector<float> turn((size_t)(2 * T * half));
     for (int64_t i = 0; i < T * half; i++) {
@@ -2549,16 +2720,21 @@ template <typename F> static void gpt_forward(Model<F> *m, const int32_t *inputs
     if (targets) { head_loss(m); }
 }
 
+template <typename F> static void sum_bucket(Model<F> *m, size_t bucket); // section 7
+
 // Adds to dtheta~ (after gpt_zero_grad: writes) the gradients of the last gpt_forward, which must have had a grad_scale.
 template <typename F> static void gpt_backward(Model<F> *m) {
     int64_t N = m->B * m->T, C = m->host->cfg.channels;
+    sum_bucket(m, 0);
     rmsnorm_backward(m->gpu, m->dx, (float *)NULL, (float *)NULL, (const F *)m->d_ln_final, (const F *)m->x_final, m->ln_final_rstd, (const float *)NULL, Rows{N, NULL, 1}, C, 0);
     for (int l = m->host->cfg.layers - 1; l >= 0; l--) {
         if (m->recompute == 2) { block_forward_again(m, l); }
         ffn_block_backward(m, l);
         attention_block_backward(m, l);
+        sum_bucket(m, (size_t)l + 1);
     }
     embedding_backward(m->gpu, m->grads + m->places[0].at, (const F *)m->dx, m->order, m->tokens, m->runs, m->num_runs, C, m->places[0].ld);
+    sum_bucket(m, m->buckets.size() - 1);
     m->accumulate = 1;
 }
 
@@ -2599,31 +2775,46 @@ template <typename F> static void gpt_logits(Model<F> *m, float *logits, int64_t
 // 6. Optimizers. The norm of the gradient and what clipping makes of it stay on the device; the host reads them at the end of
 // the step. A norm or loss that isn't finite leaves theta as it was.
 
-__global__ void __launch_bounds__(512) gradient_norm_kernel(double *parts, const float *grads, int64_t n) { // n: a multiple of PAD
+__global__ void __launch_bounds__(512) gradient_norm_kernel(double *parts, const float *grads, const Span *spans, int num_spans) { // of multiples of PAD elements
     __shared__ float scratch[32];
     float sum = 0;
-    for (int64_t i = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * 4; i < n; i += (int64_t)gridDim.x * blockDim.x * 4) {
-        auto g = load<4>(grads + i);
-        for (int k = 0; k < 4; k++) { sum += g[k] * g[k]; }
+    for (int s = 0; s < num_spans; s++) {
+        const float *from = grads + spans[s].at;
+        for (int64_t i = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * 4; i < spans[s].n; i += (int64_t)gridDim.x * blockDim.x * 4) {
+            auto g = load<4>(from + i);
+            for (int k = 0; k < 4; k++) { sum += g[k] * g[k]; }
+        }
     }
     sum = block_sum(sum, scratch);
     if (threadIdx.x == 0) { parts[blockIdx.x] = sum; }
 }
-__global__ void __launch_bounds__(NORM_BLOCKS) clip_kernel(Stats *stats, const double *parts, float most) {
+__global__ void __launch_bounds__(NORM_BLOCKS) norm_sum_kernel(Stats *stats, const double *parts, int num_parts) {
     __shared__ double part[NORM_BLOCKS];
-    part[threadIdx.x] = parts[threadIdx.x];
+    if ((int)threadIdx.x < num_parts) { part[threadIdx.x] = parts[threadIdx.x]; }
     __syncthreads();
     if (threadIdx.x > 0) { return; }
     double sum = 0;
-    for (int i = 0; i < NORM_BLOCKS; i++) { sum += part[i]; }
-    double norm = sqrt(sum);
+    for (int i = 0; i < num_parts; i++) { sum += part[i]; }
+    stats->squares = sum;
+}
+__global__ void clip_kernel(Stats *stats, float most) {
+    double norm = sqrt(stats->squares);
     stats->norm = (float)norm;
     stats->clip = !isfinite(norm) || !isfinite(stats->loss) ? NAN : most > 0 && norm > most ? (float)(most / norm) : 1.0f;
 }
+template <typename F> static void sum_stats(Model<F> *m); // section 7
+template <typename F> static void share_theta(Model<F> *m);
+
 template <typename F> static void gradient_norm(Model<F> *m) {
-    gradient_norm_kernel<<<NORM_BLOCKS, 512, 0, m->gpu->stream>>>(m->norm_parts, m->grads, m->num_theta);
+    int64_t longest = 0;
+    for (const Span &span : m->norm_spans) { if (span.n > longest) { longest = span.n; } }
+    unsigned blocks = (unsigned)at_most(NORM_BLOCKS, ceil_div(longest, 512 * 4));
+    gradient_norm_kernel<<<blocks, 512, 0, m->gpu->stream>>>(m->norm_parts, m->grads, m->d_spans, (int)m->norm_spans.size());
     LAUNCHED();
-    clip_kernel<<<1, NORM_BLOCKS, 0, m->gpu->stream>>>(m->stats, m->norm_parts, (float)m->host->cfg.grad_clip);
+    norm_sum_kernel<<<1, NORM_BLOCKS, 0, m->gpu->stream>>>(m->stats, m->norm_parts, (int)blocks);
+    LAUNCHED();
+    sum_stats(m);
+    clip_kernel<<<1, 1, 0, m->gpu->stream>>>(m->stats, (float)m->host->cfg.grad_clip);
     LAUNCHED();
 }
 
@@ -2631,15 +2822,14 @@ template <typename F> static void gradient_norm(Model<F> *m) {
 struct Step { float lr, rate, root, beta1, beta2, eps, momentum; };
 
 // AdamW or SGD for all parameters but those of Muon, in one launch: blocks of 4096 elements.
-constexpr int UPDATE_BLOCK = 4096;
 template <bool SGD> __global__ void __launch_bounds__(256) update_kernel(float *theta, const float *grads, float *moment, float *second, const Place *places, int num_places, Step s, const Stats *stats) {
     const Place place = places[find_block(places, num_places, &Place::first_block, blockIdx.x)];
-    float scale = stats->clip, keep = 1 - s.lr * place.decay;
+    float scale = stats->clip, lr = s.lr * place.rate, keep = 1 - lr * place.decay;
     if (isnan(scale)) { return; }
     int64_t size = place.rows * place.ld, begin = (blockIdx.x - place.first_block) * UPDATE_BLOCK;
     for (int64_t i = begin + threadIdx.x * 4; i < begin + UPDATE_BLOCK && i < size; i += 256 * 4) {
         int64_t at = place.at + i;
-        auto w = load<4>(theta + at), g = load<4>(grads + at);
+        auto w = load<4>(theta + at), g = load<4>(grads + place.eff + i);
         Packed<float, 4> m = {}, v = {};
         if (moment) { m = load<4>(moment + at); }
         if (!SGD) { v = load<4>(second + place.v + i); }
@@ -2647,11 +2837,11 @@ template <bool SGD> __global__ void __launch_bounds__(256) update_kernel(float *
             float d = g[k] * scale;
             if (SGD) {
                 if (moment) { d = m.value[k] = s.momentum * m[k] + d; }
-                w.value[k] = keep * w[k] - s.lr * d;
+                w.value[k] = keep * w[k] - lr * d;
             } else {
                 m.value[k] = s.beta1 * m[k] + (1 - s.beta1) * d;
                 v.value[k] = s.beta2 * v[k] + (1 - s.beta2) * d * d;
-                w.value[k] = keep * w[k] - s.rate * m[k] / (sqrtf(v[k]) * s.root + s.eps);
+                w.value[k] = keep * w[k] - s.rate * place.rate * m[k] / (sqrtf(v[k]) * s.root + s.eps);
             }
         }
         store(theta + at, w);
@@ -2686,7 +2876,7 @@ template <typename F> __global__ void __launch_bounds__(256) muon_momentum_kerne
         float value = 0;
         if (row < (w.flip ? c : r) && col < (w.flip ? r : c)) {
             int64_t at = w.at + row * w.ld + col;
-            float g = grads[at] * scale, mi = momentum * m[at] + g;
+            float g = grads[w.eff + row * w.ld + col] * scale, mi = momentum * m[at] + g;
             if (!isnan(scale)) { m[at] = mi; }
             value = g + momentum * mi;
         }
@@ -2751,12 +2941,12 @@ template <typename F> static F *newton_schulz(Gpu *gpu, F *x, F *next, F *gram, 
 template <typename F> static void muon_update(Model<F> *m, double lr) {
     const ::GPT *host = m->host;
     std::map<std::pair<int64_t, int64_t>, std::vector<MuonMatrix>> shapes;
-    for (int i = 0; i < host->num_params; i++) {
-        const Place *p = &m->places[(size_t)i];
-        if (!p->muon) { continue; }
-        int64_t rows = host->params[i].rows, cols = host->params[i].cols;
+    for (const Piece &piece : m->pieces) { // of this GPU: whole matrices
+        if (!m->places[(size_t)piece.param].muon || piece.owner != m->rank) { continue; }
+        const Place *p = &m->own[(size_t)m->own_of[(size_t)piece.param]];
+        int64_t rows = host->params[piece.param].rows, cols = host->params[piece.param].cols;
         MuonShape s(p->rows, p->ld);
-        shapes[{s.r, s.c}].push_back(MuonMatrix{p->at, p->rows, p->ld, p->rows > p->ld, (float)(1 - lr * p->decay), (float)(lr * 0.2 * sqrt((double)(rows > cols ? rows : cols)))});
+        shapes[{s.r, s.c}].push_back(MuonMatrix{p->at, p->eff, p->rows, p->ld, p->rows > p->ld, (float)(1 - lr * p->decay), (float)(lr * 0.2 * sqrt((double)(rows > cols ? rows : cols)))});
     }
     for (auto &[shape, matrices] : shapes) {
         MuonShape s(shape.first, shape.second);
@@ -2789,60 +2979,447 @@ template <typename F> static void optimizer_step(Model<F> *m, int64_t step, doub
     const Config *cfg = &m->host->cfg;
     Step s = {(float)lr, (float)(lr / (1 - pow(cfg->beta1, (double)step))), (float)(1 / sqrt(1 - pow(cfg->beta2, (double)step))),
               (float)cfg->beta1, (float)cfg->beta2, (float)cfg->eps, (float)cfg->sgd_momentum};
-    unsigned blocks = (unsigned)m->theta_blocks;
-    int count = (int)m->places.size();
+    unsigned blocks = (unsigned)m->theta_blocks; // not 0: scale vectors or not, each GPU has rows of the embedding
+    int count = (int)m->own.size();
     if (cfg->optimizer == OPTIMIZER_SGD) { update_kernel<true><<<blocks, 256, 0, m->gpu->stream>>>(m->theta, m->grads, m->m, m->v, m->d_places, count, s, m->stats); }
     else { update_kernel<false><<<blocks, 256, 0, m->gpu->stream>>>(m->theta, m->grads, m->m, m->v, m->d_places, count, s, m->stats); }
     LAUNCHED();
-    if (cfg->optimizer == OPTIMIZER_MUON) { muon_update(m, lr); }
+    if (cfg->optimizer == OPTIMIZER_MUON) { muon_update(m, lr); share_theta(m); }
+}
+
+// ----------------------------------------------------------------------------------------------------
+// 7. Many GPUs. Each has all of theta~ and of the gradients, and works on every world-th micro-batch of a step. In its last
+// backward the gradients of a layer are summed over the GPUs as soon as they are whole, on a stream of their own, while the
+// layers below are still at work: a bucket a layer, the head first, the embedding last.
+//
+//     --zero 0   dtheta~ --all-reduce-->  each GPU updates all of theta
+//     --zero 1   dtheta~ --reduce to the owner of a tensor-->  it updates its theta, and makes theta~ of it  --broadcast--> all
+//
+// The gradient of theta~ is linear in the batch, so it is summed before reparameterize_backward, and nothing else is large.
+// Scale vectors are small: each GPU has them all and updates them in the same way; with --zero 1 what an owner's matrices say
+// of them goes into one sum of dgamma. Muon's matrices are updated by their owners alone either way.
+// A process drives its GPUs with a thread for each; several processes, one a machine, are one more range of ranks.
+
+static struct Job {
+    int processes = 1, process = 0, gpus = 1; // this process: its number, its GPUs, with ranks from process * gpus on
+    int local_process = 0;         // its number among those of this machine, where that has several
+    int world() const { return processes * gpus; }
+    int timeout = 600;             // --timeout
+    std::atomic<int> failing{0};   // a thread has begun to say why this process ends
+    std::vector<Gpu *> gpus_open;
+} job;
+static thread_local int failing_here;
+
+// Errors. The first thread that fails speaks; others that fail because of it keep still until the process ends. Nobody runs
+// the handlers of exit(), which would pull the floor from under threads at work.
+static void peers_say(const char *state);
+static void job_before_failure() {
+    if (failing_here || !job.failing.exchange(1)) { failing_here = 1; return; }
+    for (;;) { pause(); }
+}
+static void job_after_failure(int status) {
+    std::thread([status] { sleep(3); _exit(status); }).detach(); // whatever the rest does
+    peers_say("failed");
+    for (Gpu *gpu : job.gpus_open) { if (gpu->comm) { ncclCommAbort(gpu->comm); } } // so that others needn't wait for us
+    fflush(stderr);
+#ifdef USE_MPI
+    if (job.processes > 1) { MPI_Abort(MPI_COMM_WORLD, status); }
+#endif
+    _exit(status);
+}
+
+// A collective failed, perhaps because another thread or process did: who that was says more than the collective.
+static void wait_for_blame(ncclResult_t status) {
+    if (status != ncclRemoteError && status != ncclSystemError && status != ncclInternalError) { return; }
+    for (int i = 0; i < 20 && !job.failing; i++) { usleep(50000); }
+    for (int i = 0; i < 4 * job.timeout + 20 && !job.failing && job.processes > 1; i++) { usleep(500000); }
+}
+
+// Waits for all that was given to this GPU. Kernels can't wait for ever, but collectives can, for a GPU that is lost.
+static void gpu_wait(Gpu *gpu, const char *what) {
+    if (gpu->world == 1) { CUDA_CHECK(cudaStreamSynchronize(gpu->stream)); return; }
+    double begin = seconds();
+    for (int64_t round = 0;; round++) {
+        cudaError_t status = cudaStreamQuery(gpu->stream);
+        if (status == cudaSuccess) { return; }
+        if (status != cudaErrorNotReady) { CUDA_CHECK(status); }
+        if (job.failing) { job_before_failure(); }
+        if (round > 1000) { usleep(20); }
+        if (round % 1000 != 0 || !gpu->comm) { continue; }
+        ncclResult_t error = ncclSuccess;
+        NCCL_CHECK(ncclCommGetAsyncError(gpu->comm, &error));
+        if (error != ncclInProgress) { NCCL_CHECK(error); }
+        if (seconds() - begin > job.timeout) { FAIL("rank %d of %d: waited %d s for %s, expected an answer: one of the GPUs is lost (--timeout)", gpu->rank, gpu->world, job.timeout, what); }
+    }
+}
+
+// From the stream of kernels to that of collectives, and back.
+static void comm_begin(Gpu *gpu) {
+    CUDA_CHECK(cudaEventRecord(gpu->handed, gpu->stream));
+    CUDA_CHECK(cudaStreamWaitEvent(gpu->comm_stream, gpu->handed, 0));
+}
+static void comm_end(Gpu *gpu) {
+    CUDA_CHECK(cudaEventRecord(gpu->returned, gpu->comm_stream));
+    CUDA_CHECK(cudaStreamWaitEvent(gpu->stream, gpu->returned, 0));
+}
+
+// Several processes. Which one this is, and of how many, says MPI, or the launcher's environment. With MPI, that carries the id of
+// the NCCL communicator, and its launcher ends all processes when one dies. Else it goes through the folder OUT/peers, which
+// all machines must see. Files there are replaced as a whole, by rename. Those that an earlier run may have left can't be
+// mistaken for this run's: each process draws a number at random, and nothing counts that doesn't name it.
+//
+//     process_K    its number | the number of the id it has read | GPUs | what it trains | state | beats
+//     id           a number | 1: go | the numbers of all processes | the ncclUniqueId
+//
+// Process 0 writes the id once all others are there, and again if one of them has come anew, and says go when all have read it.
+// From then on each process counts up its beats and watches those of the others: so it is known who is lost, and at once who
+// has failed; NCCL itself might wait for ever.
+struct PeerSign { uint64_t number, read, gpus, what; char state[16]; int64_t beats; };
+static struct Peers {
+    char dir[4200];
+    PeerSign mine;
+    std::vector<PeerSign> last;    // of each process
+    std::vector<double> changed;   // when its sign last changed
+    std::thread thread;
+    std::mutex lock;
+    std::condition_variable wake;
+    int speaks, beating, leaving;  // speaks: others know of this process
+} peers;
+
+static void peers_write(const char *name, const std::string &text) {
+    std::string path = std::string(peers.dir) + "/" + name, temporary = path + ".tmp";
+    FILE *file = fopen(temporary.c_str(), "wb");
+    if (!file || fwrite(text.data(), 1, text.size(), file) != text.size() || fclose(file) != 0 || rename(temporary.c_str(), path.c_str()) != 0) {
+        FAIL("%s: cannot write: %s; expected a folder that all processes share", path.c_str(), strerror(errno));
+    }
+}
+static std::string peers_read(const std::string &name) { // "" if it isn't there
+    std::string path = std::string(peers.dir) + "/" + name, text(8192, '\0');
+    FILE *file = fopen(path.c_str(), "rb");
+    if (!file) { return ""; }
+    text.resize(fread(&text[0], 1, text.size(), file));
+    fclose(file);
+    return text;
+}
+static std::string peers_name(int process) { return "process_" + std::to_string(process); }
+static void peers_write_mine() {
+    char text[256];
+    const PeerSign *s = &peers.mine;
+    snprintf(text, sizeof text, "%llx %llx %llu %llx %s %lld\n", (unsigned long long)s->number, (unsigned long long)s->read, (unsigned long long)s->gpus, (unsigned long long)s->what, s->state, (long long)s->beats);
+    peers_write(peers_name(job.process).c_str(), text);
+}
+static bool peers_read_sign(int process, PeerSign *s) {
+    unsigned long long number, read, gpus, what;
+    long long beats;
+    if (sscanf(peers_read(peers_name(process)).c_str(), "%llx %llx %llu %llx %15s %lld", &number, &read, &gpus, &what, s->state, &beats) != 6) { return false; }
+    s->number = number;
+    s->read = read;
+    s->gpus = gpus;
+    s->what = what;
+    s->beats = beats;
+    return true;
+}
+static std::string peers_ranks(int process) {
+    int first = process * job.gpus, last = first + job.gpus - 1;
+    return "process " + std::to_string(process) + " of " + std::to_string(job.processes) + (job.gpus == 1 ? " (rank " + std::to_string(first) : " (ranks " + std::to_string(first) + " to " + std::to_string(last)) + ")";
+}
+
+static void peers_judge(int process, const PeerSign *s) {
+    if (strcmp(s->state, "failed") == 0) { FAIL("%s has failed, expected it to train on: it says why", peers_ranks(process).c_str()); }
+    if (s->gpus != peers.mine.gpus || s->what != peers.mine.what) {
+        FAIL("%s has %llu GPUs and trains %016llx, expected %llu and %016llx as here: the same flags, data and checkpoint", peers_ranks(process).c_str(), (unsigned long long)s->gpus, (unsigned long long)s->what, (unsigned long long)peers.mine.gpus, (unsigned long long)peers.mine.what);
+    }
+}
+
+// Process 0 hands out `id`. Returns when all have it.
+[[maybe_unused]] static void peers_meet(ncclUniqueId *id, const char *out, uint64_t what) {
+    snprintf(peers.dir, sizeof peers.dir, "%s/peers", out);
+    double begin = seconds();
+    struct stat info;
+    if (job.process == 0) { make_dirs(peers.dir); }
+    while (stat(peers.dir, &info) != 0) {
+        if (seconds() - begin > job.timeout) { FAIL("%s: not there after %d s, expected process 0 to make it (--timeout)", peers.dir, job.timeout); }
+        usleep(20000);
+    }
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    uint64_t drawn = random_u64((uint64_t)now.tv_sec * 1000000007 + (uint64_t)now.tv_nsec) ^ random_u64(((uint64_t)getpid() << 32) + (uint64_t)job.process), serial = 0;
+    peers.mine = {drawn, 0, (uint64_t)job.gpus, what, "joins", 0};
+    peers.last.assign((size_t)job.processes, {});
+    std::vector<uint64_t> named((size_t)job.processes, 0);
+    if (job.process == 0) { named[0] = drawn; }
+    peers.speaks = 1;
+    auto write_id = [&](int go) {
+        std::string text((const char *)id, sizeof *id), head;
+        char word[32];
+        snprintf(word, sizeof word, "%llx %d", (unsigned long long)serial, go);
+        head = word;
+        for (uint64_t number : named) { snprintf(word, sizeof word, " %llx", (unsigned long long)number); head += word; }
+        peers_write("id", head + "\n" + text);
+    };
+    for (;; usleep(20000)) {
+        int missing = -1, go = 0;
+        peers_write_mine();
+        if (job.process == 0) {
+            bool all = true, anew = false;
+            for (int k = 1; k < job.processes; k++) {
+                PeerSign *s = &peers.last[(size_t)k];
+                if (!peers_read_sign(k, s)) { missing = k; break; }
+                if (s->number != named[(size_t)k]) { named[(size_t)k] = s->number; anew = true; }
+                if (!serial || s->read != serial) { all = false; missing = k; } else { peers_judge(k, s); }
+            }
+            if (missing >= 0) { all = false; }
+            bool here = true;
+            for (int k = 1; k < job.processes; k++) { here = here && named[(size_t)k]; }
+            if (here && (anew || !serial)) { serial = random_u64(drawn + (uint64_t)++peers.mine.beats); write_id(0); }
+            else if (here && all) { write_id(1); go = 1; }
+        } else {
+            missing = 0;
+            std::string text = peers_read("id");
+            size_t line = text.find('\n'), used = 0;
+            unsigned long long word = 0;
+            int n = 0, flag = 0;
+            if (line != std::string::npos && text.size() == line + 1 + sizeof *id && sscanf(text.c_str(), "%llx %d%n", &word, &flag, &n) == 2) {
+                serial = word;
+                used = (size_t)n;
+                std::vector<uint64_t> list;
+                while (sscanf(text.c_str() + used, " %llx%n", &word, &n) == 1 && used < line) { list.push_back(word); used += (size_t)n; }
+                if (list.size() >= (size_t)job.processes && list[(size_t)job.process] == drawn) {
+                    PeerSign first;
+                    peers.mine.read = serial;
+                    if (peers_read_sign(0, &first) && first.number == list[0]) { peers_judge(0, &first); }
+                    memcpy((void *)id, text.data() + line + 1, sizeof *id);
+                    go = flag;
+                }
+            }
+        }
+        if (go) { break; }
+        if (seconds() - begin > job.timeout) { FAIL("%s: no sign of %s in %d s, expected it to join (--timeout)", peers.dir, peers_ranks(missing < 0 ? 0 : missing).c_str(), job.timeout); }
+    }
+    snprintf(peers.mine.state, sizeof peers.mine.state, "trains");
+    peers_write_mine();
+}
+
+// What the thread that beats does at each beat.
+static void peers_beat() {
+    peers.mine.beats++;
+    peers_write_mine();
+    for (int k = 0; k < job.processes; k++) {
+        PeerSign now = {}, *last = &peers.last[(size_t)k];
+        if (k == job.process || strcmp(last->state, "done") == 0) { continue; }
+        if (peers_read_sign(k, &now)) {
+            if (now.number != last->number || now.beats != last->beats || strcmp(now.state, last->state) != 0) { *last = now; peers.changed[(size_t)k] = seconds(); }
+            peers_judge(k, &now);
+        }
+        if (seconds() - peers.changed[(size_t)k] > job.timeout) { FAIL("%s is lost: no sign of it in %d s (--timeout)", peers_ranks(k).c_str(), job.timeout); }
+    }
+}
+[[maybe_unused]] static void peers_watch() { // MPI has its own
+    peers.changed.assign((size_t)job.processes, seconds());
+    for (PeerSign &s : peers.last) { s = {}; }
+    peers.beating = 1;
+    peers.thread = std::thread([] {
+        double period = job.timeout / 10.0 < 5 ? job.timeout / 10.0 : 5;
+        std::unique_lock<std::mutex> hold(peers.lock);
+        for (;;) {
+            if (!job.failing) { peers_beat(); }
+            if (peers.wake.wait_for(hold, std::chrono::duration<double>(period), [] { return peers.leaving; })) { return; }
+        }
+    });
+}
+static void peers_say(const char *state) { // the last that is heard of this process: nothing more may go wrong here
+    if (!peers.speaks) { return; }
+    std::unique_lock<std::mutex> hold(peers.lock, std::defer_lock);
+    if (peers.thread.joinable() && std::this_thread::get_id() != peers.thread.get_id()) { hold.lock(); } // after its last beat
+    char text[256], path[4300], temporary[4400];
+    snprintf(path, sizeof path, "%s/process_%d", peers.dir, job.process);
+    snprintf(temporary, sizeof temporary, "%s.last", path);
+    const PeerSign *s = &peers.mine;
+    int n = snprintf(text, sizeof text, "%llx %llx %llu %llx %s %lld\n", (unsigned long long)s->number, (unsigned long long)s->read, (unsigned long long)s->gpus, (unsigned long long)s->what, state, (long long)s->beats + 1);
+    FILE *file = fopen(temporary, "wb");
+    if (!file) { return; }
+    int written = fwrite(text, 1, (size_t)n, file) == (size_t)n;
+    if (fclose(file) != 0 || !written || rename(temporary, path) != 0) { unlink(temporary); }
+}
+static void peers_leave() {
+    if (!peers.beating) { return; }
+    {
+        std::lock_guard<std::mutex> hold(peers.lock);
+        peers.leaving = 1;
+    }
+    peers.wake.notify_one();
+    peers.thread.join();
+    peers_say("done");
+    peers.beating = 0;
+}
+
+template <typename F> constexpr ncclDataType_t NCCL_TYPE = sizeof(F) == 2 ? ncclBfloat16 : ncclFloat32;
+
+template <typename F> static void sum_bucket(Model<F> *m, size_t bucket) {
+    Gpu *gpu = m->gpu;
+    if (m->world == 1 || !m->last || m->buckets[bucket].empty()) { return; }
+    comm_begin(gpu);
+    NCCL_CHECK(ncclGroupStart());
+    for (const Span &span : m->buckets[bucket]) {
+        float *g = m->grads + span.at;
+        if (span.owner < 0) { NCCL_CHECK(ncclAllReduce(g, g, (size_t)span.n, ncclFloat32, ncclSum, gpu->comm, gpu->comm_stream)); }
+        else { NCCL_CHECK(ncclReduce(g, g, (size_t)span.n, ncclFloat32, ncclSum, span.owner, gpu->comm, gpu->comm_stream)); }
+    }
+    NCCL_CHECK(ncclGroupEnd());
+}
+
+template <typename F> static void sum_dgamma(Model<F> *m) {
+    if (m->world == 1 || m->num_gamma == 0) { return; }
+    comm_begin(m->gpu);
+    NCCL_CHECK(ncclAllReduce(m->dgamma, m->dgamma, (size_t)m->num_gamma, ncclFloat32, ncclSum, m->gpu->comm, m->gpu->comm_stream));
+    comm_end(m->gpu);
+}
+
+// Losses, the gradient's square and whether a process shall stop; and the tokens of the experts.
+template <typename F> static void sum_stats(Model<F> *m) {
+    static_assert(offsetof(Stats, stop) == 4 * sizeof(double));
+    if (m->world == 1) { return; }
+    m->host_stats->stop = m->gpu->local == 0 && stop_signal;
+    CUDA_CHECK(cudaMemcpyAsync(&m->stats->stop, &m->host_stats->stop, sizeof(double), cudaMemcpyHostToDevice, m->gpu->stream));
+    comm_begin(m->gpu);
+    NCCL_CHECK(ncclAllReduce(&m->stats->loss, &m->stats->loss, 5, ncclFloat64, ncclSum, m->gpu->comm, m->gpu->comm_stream));
+    int64_t count = m->host->cfg.layers * (int64_t)m->host->cfg.experts;
+    if (count) { NCCL_CHECK(ncclAllReduce(m->expert_tokens, m->expert_tokens, (size_t)count, ncclInt64, ncclSum, m->gpu->comm, m->gpu->comm_stream)); }
+    comm_end(m->gpu);
+}
+
+// Each owner's part goes to all: of theta~ with --zero 1; of theta, Muon's matrices, else.
+template <typename T, typename F> static void share(Model<F> *m, T *tensor, const std::vector<Span> &spans) {
+    for (const Span &span : spans) {
+        T *from = tensor + span.at;
+        NCCL_CHECK(ncclBroadcast(from, from, (size_t)span.n, NCCL_TYPE<T>, span.owner, m->gpu->comm, m->gpu->comm_stream));
+    }
+}
+template <typename F> static void share_effective(Model<F> *m) {
+    if (!m->divided) { return; }
+    comm_begin(m->gpu);
+    NCCL_CHECK(ncclGroupStart());
+    for (const std::vector<Span> &bucket : m->buckets) { share(m, m->theta_eff, bucket); }
+    NCCL_CHECK(ncclGroupEnd());
+    comm_end(m->gpu);
+}
+template <typename F> static void share_theta(Model<F> *m) {
+    if (m->world == 1 || m->divided) { return; }
+    comm_begin(m->gpu);
+    NCCL_CHECK(ncclGroupStart());
+    share(m, m->theta, m->muon_spans);
+    NCCL_CHECK(ncclGroupEnd());
+    comm_end(m->gpu);
 }
 
 // ----------------------------------------------------------------------------------------------------
 // 8. Between host and device: what checkpoints are read into and written from.
 
 // A tensor of the table between the host's rows and the device's padded ones.
-static void copy_tensor(Gpu *gpu, float *host, float *device, const ::Param *p, const Place *place, int to_device, std::vector<float> &turn) {
-    int64_t size = p->rows * place->ld;
+static void copy_tensor(Gpu *gpu, float *host, float *device, int64_t rows, int64_t cols, int64_t ld, int to_device, std::vector<float> &turn) {
+    int64_t size = rows * ld;
     turn.assign((size_t)size, 0.0f);
-    for (int64_t r = 0; r < p->rows && to_device; r++) { memcpy(&turn[(size_t)(r * place->ld)], host + r * p->cols, (size_t)p->cols * sizeof(float)); }
+    for (int64_t r = 0; r < rows && to_device; r++) { memcpy(&turn[(size_t)(r * ld)], host + r * cols, (size_t)cols * sizeof(float)); }
     if (to_device) { CUDA_CHECK(cudaMemcpyAsync(device, turn.data(), (size_t)size * sizeof(float), cudaMemcpyHostToDevice, gpu->stream)); }
     else { CUDA_CHECK(cudaMemcpyAsync(turn.data(), device, (size_t)size * sizeof(float), cudaMemcpyDeviceToHost, gpu->stream)); }
-    CUDA_CHECK(cudaStreamSynchronize(gpu->stream));
-    for (int64_t r = 0; r < p->rows && !to_device; r++) { memcpy(host + r * p->cols, &turn[(size_t)(r * place->ld)], (size_t)p->cols * sizeof(float)); }
+    gpu_wait(gpu, "copying");
+    for (int64_t r = 0; r < rows && !to_device; r++) { memcpy(host + r * cols, &turn[(size_t)(r * ld)], (size_t)cols * sizeof(float)); }
 }
 
-template <typename F> static void copy_state(Model<F> *m, int to_device) { // theta and moments
+static void copy_tensor(Gpu *gpu, float *host, float *device, const ::Param *p, const Place *place, int to_device, std::vector<float> &turn) {
+    copy_tensor(gpu, host, device, p->rows, p->cols, place->ld, to_device, turn);
+}
+
+// theta and moments. To the device: whatever a GPU has. To the host, of process 0: each of its GPUs copies what it alone or first
+// has; what the GPUs of other processes own is sent to rank 0, some rows at a time.
+template <typename F> static void copy_state(Model<F> *m, int to_device) {
+    ::GPT *host = m->host;
+    Gpu *gpu = m->gpu;
     std::vector<float> turn;
-    for (int i = 0; i < m->host->num_params; i++) {
-        const ::Param *p = &m->host->params[i];
-        const Place *place = &m->places[(size_t)i];
-        copy_tensor(m->gpu, m->host->theta + p->offset, m->theta + place->at, p, place, to_device, turn);
-        if (p->m >= 0) { copy_tensor(m->gpu, m->host->moments + p->m, m->m + place->at, p, place, to_device, turn); }
-        if (p->v >= 0) { copy_tensor(m->gpu, m->host->moments + p->v, m->v + place->v, p, place, to_device, turn); }
+    // values: of the whole tensor on the host; tensor: where its entry in `own` begins on the device
+    auto copy = [&](float *values, float *tensor, const Place *has, int param, int64_t row, int64_t rows, int holder) {
+        const ::Param *p = &host->params[param];
+        int64_t ld = m->places[(size_t)param].ld, remote = holder >= job.gpus;
+        float *device = has ? tensor + (row - has->row) * ld : NULL;
+        values += row * p->cols;
+        rows = at_most(rows, p->rows - row);
+        if (rows <= 0) { return; } // pads
+        if (to_device) {
+            if (device) { copy_tensor(gpu, values, device, rows, p->cols, ld, 1, turn); }
+        } else if (!remote) {
+            if (gpu->rank == holder) { copy_tensor(gpu, values, device, rows, p->cols, ld, 0, turn); }
+        } else if (gpu->rank == holder || gpu->rank == 0) {
+            int64_t most = (int64_t)m->work_bytes / (ld * (int64_t)sizeof(float));
+            for (int64_t r = 0; r < rows; r += most) {
+                int64_t some = at_most(rows - r, most);
+                comm_begin(gpu);
+                if (gpu->rank == holder) { NCCL_CHECK(ncclSend(device + r * ld, (size_t)(some * ld), ncclFloat32, 0, gpu->comm, gpu->comm_stream)); }
+                else { NCCL_CHECK(ncclRecv(m->work, (size_t)(some * ld), ncclFloat32, holder, gpu->comm, gpu->comm_stream)); }
+                comm_end(gpu);
+                if (gpu->rank == 0) { copy_tensor(gpu, values + r * p->cols, (float *)m->work, some, p->cols, ld, 0, turn); }
+            }
+        }
+    };
+    auto copy_rows = [&](int param, int64_t row, int64_t rows, int owner, const Place *has) {
+        const ::Param *p = &host->params[param];
+        int holder = m->divided ? owner : 0, of_m = m->places[(size_t)param].muon ? owner : holder; // Muon's momentum is its owner's either way
+        copy(host->theta + p->offset, has ? m->theta + has->at : NULL, has, param, row, rows, holder);
+        if (p->m >= 0) { copy(host->moments + p->m, has ? m->m + has->at : NULL, has, param, row, rows, of_m); }
+        if (p->v >= 0) { copy(host->moments + p->v, has ? m->v + has->v : NULL, has, param, row, rows, holder); }
+    };
+    for (const Piece &piece : m->pieces) {
+        const Place *has = m->divided ? NULL : &m->own[(size_t)piece.param];
+        if (m->divided && piece.owner == m->rank) { has = &m->own[(size_t)m->own_of[(size_t)piece.param]]; }
+        copy_rows(piece.param, piece.row, piece.rows, piece.owner, has);
+    }
+    for (int i = 0; i < host->num_params; i++) {
+        if (host->params[i].role >= ROLE_GAMMA_B) { copy_rows(i, 0, 1, 0, &m->own[(size_t)m->own_of[(size_t)i]]); }
     }
 }
 
 // ----------------------------------------------------------------------------------------------------
-// 10. The machine of train_gpt2.c's loop, for one GPU.
+// 10. The machine of train_gpt2.c's loop: each of its functions is done by all GPUs of this process together.
 
-static void check_options(const Config *cfg) {
-    if (cfg->gpus != 1) { USAGE("--gpus: found %d, expected 1", cfg->gpus); }
-    if (cfg->zero != 0) { USAGE("--zero: found %d, expected 0: it divides the optimizer's state among several GPUs", cfg->zero); }
-    if (cfg->check && (cfg->sample > 0 || cfg->export_dir[0])) { USAGE("--check: found with --sample or --export, expected alone: it compares a step of training"); }
+static int device_count() {
+    int count = 0;
+    CUDA_CHECK(cudaGetDeviceCount(&count));
+    if (count < 1) { FAIL("found no GPU, expected one"); }
+    return count;
 }
 
-// Gradient of one step over --total-batch sequences: ::train_gradient, but nothing waits for the GPU.
+static void check_options(const Config *cfg) {
+    job.timeout = cfg->timeout;
+    job.gpus = cfg->gpus ? cfg->gpus : device_count();
+    if (cfg->check && (cfg->sample > 0 || cfg->export_dir[0])) { USAGE("--check: found with --sample or --export, expected alone: it compares a step of training"); }
+    int training = cfg->sample == 0 && !cfg->export_dir[0] && !cfg->check;
+#ifdef NO_NCCL
+    if (job.world() > 1) { USAGE("--gpus: found %d in each of %d processes, expected one: this program was built without NCCL", job.gpus, job.processes); }
+#endif
+    if (job.world() > 1 && !training) { USAGE("--gpus: found %d in each of %d processes, expected 1 and 1: --sample, --export and --check are for one GPU", job.gpus, job.processes); }
+    int64_t unit = (int64_t)cfg->batch * job.world(), below = cfg->total_batch / unit * unit;
+    if (cfg->total_batch % unit != 0) {
+        char lower[32] = "";
+        if (below > 0) { snprintf(lower, sizeof lower, "%lld or ", (long long)below); }
+        USAGE("--total-batch: found %d, expected a multiple of --batch %d times %d GPUs, such as %s%lld", cfg->total_batch, cfg->batch, job.world(), lower, (long long)(below + unit));
+    }
+}
+
+// Gradient of one step over --total-batch sequences: ::train_gradient, but nothing waits for the GPU. Micro-batches are dealt out
+// to the GPUs in turn, so they are those of one GPU.
 template <typename F> static void train_gradient(Model<F> *m, Run *run) {
     ::GPT *host = m->host;
     int B = host->cfg.batch, T = host->cfg.seq_len, micro = host->cfg.total_batch / B;
+    int32_t *inputs = m->batch.data(), *targets = inputs + (int64_t)B * T;
     gpt_zero_grad(m);
-    for (int i = 0; i < micro; i++) {
+    for (int i = m->rank; i < micro; i += m->world) {
         for (int b = 0; b < B; b++) {
-            loader_read(&run->data, run->state.sequences + (int64_t)i * B + b, host->inputs + (int64_t)b * T, host->targets + (int64_t)b * T, host->cfg.vocab);
+            loader_read(&run->data, run->state.sequences + (int64_t)i * B + b, inputs + (int64_t)b * T, targets + (int64_t)b * T, host->cfg.vocab);
         }
-        gpt_forward(m, host->inputs, host->targets, B, T, 1.0 / ((double)host->cfg.total_batch * T));
+        m->last = i + m->world >= micro;
+        gpt_forward(m, inputs, targets, B, T, 1.0 / ((double)host->cfg.total_batch * T));
         gpt_backward(m);
     }
+    if (m->world > 1) { comm_end(m->gpu); }
     reparameterize_backward(m);
 }
 
@@ -2850,8 +3427,8 @@ template <typename F> static void train_gradient(Model<F> *m, Run *run) {
 template <typename F> static void read_stats(Model<F> *m) {
     CUDA_CHECK(cudaMemcpyAsync(m->host_stats, m->stats, sizeof(Stats), cudaMemcpyDeviceToHost, m->gpu->stream));
     int64_t count = m->host->cfg.layers * (int64_t)m->host->cfg.experts;
-    if (count) { CUDA_CHECK(cudaMemcpyAsync(m->host->expert_tokens, m->expert_tokens, (size_t)count * sizeof(int64_t), cudaMemcpyDeviceToHost, m->gpu->stream)); }
-    CUDA_CHECK(cudaStreamSynchronize(m->gpu->stream));
+    if (count && m->gpu->local == 0) { CUDA_CHECK(cudaMemcpyAsync(m->host->expert_tokens, m->expert_tokens, (size_t)count * sizeof(int64_t), cudaMemcpyDeviceToHost, m->gpu->stream)); }
+    gpu_wait(m->gpu, "a step");
     m->matrices_used = 0;
 }
 
@@ -2861,6 +3438,8 @@ template <typename F> static void train_update(Model<F> *m, Run *run, int64_t st
     optimizer_step(m, step, lr);
     reparameterize_forward(m);
     read_stats(m);
+    if (m->gpu->local > 0) { return; } // the others have the same
+    run->stop = m->host_stats->stop > 0;
     run->loss = m->host_stats->loss;
     run->norm = m->host_stats->norm;
     run->balance_loss = m->host_stats->balance_loss;
@@ -2932,51 +3511,238 @@ template <typename F> static int check(Model<F> *m, Run *run) {
     return differs;
 }
 
-// A ::GPT keeps its Model in `device`; which F it has, the configuration says.
-#define OF_MODEL(host, call) do { \
-    if (gpu::is_bf16(&(host)->cfg)) { auto *model = (gpu::Model<gpu::bf16> *)(host)->device; call; } \
-    else { auto *model = (gpu::Model<float> *)(host)->device; call; } } while (0)
+// Mean loss of the validation sequences: ::validate, whose micro-batches are dealt out to the GPUs in turn.
+template <typename F> static double validate(Model<F> *m, const DataLoader *val) {
+    const Config *cfg = &m->host->cfg;
+    int64_t B = cfg->batch, T = cfg->seq_len, sequences = at_most(cfg->val_batches * B, val->windows);
+    int32_t *inputs = m->batch.data(), *targets = inputs + B * T;
+    double sum = 0;
+    for (int64_t at = m->rank * B; at < sequences; at += m->world * B) {
+        int64_t rows = at_most(sequences - at, B);
+        for (int64_t b = 0; b < rows; b++) { loader_read(val, at + b, inputs + b * T, targets + b * T, cfg->vocab); }
+        gpt_forward(m, inputs, targets, (int)rows, (int)T, 0);
+        read_stats(m);
+        sum += m->host_stats->eval * (double)rows;
+    }
+    if (m->world > 1) {
+        m->host_stats->eval = sum;
+        CUDA_CHECK(cudaMemcpyAsync(&m->stats->eval, &m->host_stats->eval, sizeof(double), cudaMemcpyHostToDevice, m->gpu->stream));
+        comm_begin(m->gpu);
+        NCCL_CHECK(ncclAllReduce(&m->stats->eval, &m->stats->eval, 1, ncclFloat64, ncclSum, m->gpu->comm, m->gpu->comm_stream));
+        comm_end(m->gpu);
+        read_stats(m);
+        sum = m->host_stats->eval;
+    }
+    return sum / (double)sequences;
+}
 
-static Gpu the_gpu;
-static ::GPT *on_gpu;          // the model that it holds
-static MemoryUse machine_estimate(::GPT *m, int64_t B, int64_t T) { return is_bf16(&m->cfg) ? gpt_estimate_memory<bf16>(m, B, T) : gpt_estimate_memory<float>(m, B, T); }
+// The threads of this process's GPUs. The main thread gives all of them one piece of work and waits until it is done; where there
+// is one GPU, it does the work itself.
+struct Worker {
+    Gpu gpu;
+    void *model;                   // a Model of the F that --precision says
+    std::thread thread;
+};
+static struct Team {
+    ::GPT *host;
+    std::vector<Worker *> workers;
+    const std::function<void(Worker *)> *work; // NULL: leave
+    std::mutex lock;
+    std::condition_variable begin, done;
+    int64_t round, busy;
+} team;
+
+static void worker_main(Worker *worker) {
+    for (int64_t seen = 0;;) {
+        std::unique_lock<std::mutex> hold(team.lock);
+        team.begin.wait(hold, [&] { return team.round != seen; });
+        seen = team.round;
+        const auto *work = team.work;
+        hold.unlock();
+        if (!work) { return; }
+        (*work)(worker);
+        hold.lock();
+        if (--team.busy == 0) { team.done.notify_one(); }
+    }
+}
+static void on_all(const std::function<void(Worker *)> &work) {
+    if (team.workers.size() == 1) { work(team.workers[0]); return; }
+    std::unique_lock<std::mutex> hold(team.lock);
+    team.work = &work;
+    team.busy = (int64_t)team.workers.size();
+    team.round++;
+    team.begin.notify_all();
+    team.done.wait(hold, [] { return team.busy == 0; });
+}
+#define ON_MODEL(worker, call) do { \
+    if (is_bf16(&team.host->cfg)) { auto *model = (Model<bf16> *)(worker)->model; call; } \
+    else { auto *model = (Model<float> *)(worker)->model; call; } } while (0)
+#define ON_ALL(call) on_all([&](Worker *worker) { ON_MODEL(worker, call); })
+#define ON_FIRST(call) on_all([&](Worker *worker) { if (worker == team.workers[0]) { ON_MODEL(worker, call); } })
+
+static MemoryUse machine_estimate(::GPT *m, int64_t B, int64_t T) {
+    return is_bf16(&m->cfg) ? gpt_estimate_memory<bf16>(m, B, T, job.world()) : gpt_estimate_memory<float>(m, B, T, job.world());
+}
 static void machine_allocate(::GPT *m, int64_t B, int64_t T) {
-    int count = 0;
-    CUDA_CHECK(cudaGetDeviceCount(&count));
-    if (count < 1) { FAIL("found no GPU, expected one"); }
-    gpu_open(&the_gpu, 0, 0, 1);
-    on_gpu = m;
-    m->device = is_bf16(&m->cfg) ? (void *)gpt_allocate<bf16>(m, &the_gpu, B, T) : (void *)gpt_allocate<float>(m, &the_gpu, B, T);
+    int count = device_count(), world = job.world();
+    if (job.local_process * job.gpus + job.gpus > count) { FAIL("--gpus: found %d from GPU %d on, expected at most the %d that are here", job.gpus, job.local_process * job.gpus, count); }
+    team.host = m;
+    if (world > 1) {
+        before_failure = job_before_failure;
+        after_failure = job_after_failure;
+    }
+    for (int i = 0; i < job.gpus; i++) {
+        team.workers.push_back(new Worker());
+        job.gpus_open.push_back(&team.workers.back()->gpu);
+    }
+    if (job.gpus > 1) { for (Worker *worker : team.workers) { worker->thread = std::thread(worker_main, worker); } }
+    on_all([&](Worker *worker) {
+        int i = (int)(std::find(team.workers.begin(), team.workers.end(), worker) - team.workers.begin());
+        gpu_open(&worker->gpu, job.local_process * job.gpus + i, job.process * job.gpus + i, world);
+        worker->gpu.local = i;
+        worker->model = is_bf16(&m->cfg) ? (void *)gpt_allocate<bf16>(m, &worker->gpu, B, T) : (void *)gpt_allocate<float>(m, &worker->gpu, B, T);
+    });
     m->theta = (real *)calloc((size_t)m->num_theta, sizeof(real));
     m->moments = (real *)calloc((size_t)m->num_moments + 1, sizeof(real));
     m->inputs = (int32_t *)calloc((size_t)(B * T), sizeof(int32_t));
     m->targets = (int32_t *)calloc((size_t)(B * T), sizeof(int32_t));
     if (!m->theta || !m->moments || !m->inputs || !m->targets) { FAIL("cannot allocate %.2f GiB on the host, for theta and moments", (double)(m->num_theta + m->num_moments) * sizeof(real) / (1 << 30)); }
 }
-static void machine_to_device(::GPT *m) { OF_MODEL(m, copy_state(model, 1)); }
-static void machine_to_host(::GPT *m) { OF_MODEL(m, copy_state(model, 0)); }
-static void machine_reparameterize(::GPT *m) { OF_MODEL(m, reparameterize_forward(model)); }
-static double machine_forward(::GPT *m, const int32_t *inputs, const int32_t *targets, int B, int T, double grad_scale) {
+static void machine_close() {
+    if (team.workers.empty()) { return; }
+    on_all([&](Worker *worker) {
+        ON_MODEL(worker, gpt_free(model));
+        gpu_close(&worker->gpu);
+    });
+    {
+        std::lock_guard<std::mutex> hold(team.lock);
+        team.work = NULL;
+        team.round++;
+    }
+    team.begin.notify_all();
+    for (Worker *worker : team.workers) {
+        if (worker->thread.joinable()) { worker->thread.join(); }
+        delete worker;
+    }
+    team.workers.clear();
+    job.gpus_open.clear();
+}
+
+// Everything is allocated: now the GPUs meet. A first round of what they will do, so that NCCL allocates too, and a last look whether
+// all mean the same run.
+static void machine_connect(const ::GPT *m, int64_t step) {
+    int world = job.world();
+    if (world == 1) { return; }
+    ncclUniqueId id;
+    char *listing = config_listing(&m->cfg, " ");
+    uint64_t what = random_u64((uint64_t)step ^ (uint64_t)crc32_z(0, (const unsigned char *)listing, strlen(listing)) << 24);
+    free(listing);
+    if (job.process == 0) { NCCL_CHECK(ncclGetUniqueId(&id)); }
+#ifdef USE_MPI
+    if (job.processes > 1) {
+        uint64_t mine[2] = {what, (uint64_t)job.gpus};
+        std::vector<uint64_t> all((size_t)(2 * job.processes));
+        MPI_CHECK(MPI_Bcast(&id, sizeof id, MPI_BYTE, 0, MPI_COMM_WORLD));
+        MPI_CHECK(MPI_Allgather(mine, 2, MPI_UINT64_T, all.data(), 2, MPI_UINT64_T, MPI_COMM_WORLD));
+        for (int k = 0; k < job.processes; k++) {
+            if (all[(size_t)(2 * k)] != what || all[(size_t)(2 * k + 1)] != (uint64_t)job.gpus) { FAIL("%s has other flags, another checkpoint or another number of GPUs, expected the same as here", peers_ranks(k).c_str()); }
+        }
+    }
+#else
+    if (job.processes > 1) {
+        peers_meet(&id, m->cfg.out, what);
+        peers_watch();
+    }
+#endif
+    on_all([&](Worker *worker) {
+        Gpu *gpu = &worker->gpu;
+        NCCL_CHECK(ncclCommInitRank(&gpu->comm, world, id, gpu->rank));
+        Stats *stats = NULL;
+        float *work = NULL;
+        ON_MODEL(worker, (stats = model->stats, work = (float *)model->work));
+        CUDA_CHECK(cudaMemsetAsync(stats, 0, sizeof(Stats), gpu->stream));
+        CUDA_CHECK(cudaMemsetAsync(work, 0, sizeof(float), gpu->stream));
+        comm_begin(gpu);
+        NCCL_CHECK(ncclAllReduce(stats, stats, 1, ncclFloat64, ncclSum, gpu->comm, gpu->comm_stream));
+        NCCL_CHECK(ncclReduce(work, work, 1, ncclFloat32, ncclSum, 0, gpu->comm, gpu->comm_stream));
+        NCCL_CHECK(ncclBroadcast(work, work, 1, ncclFloat32, 0, gpu->comm, gpu->comm_stream));
+        for (int r = job.gpus; r < world; r++) { // as copy_state does
+            if (gpu->rank == r) { NCCL_CHECK(ncclSend(work, 1, ncclFloat32, 0, gpu->comm, gpu->comm_stream)); }
+            if (gpu->rank == 0) { NCCL_CHECK(ncclRecv(work, 1, ncclFloat32, r, gpu->comm, gpu->comm_stream)); }
+        }
+        comm_end(gpu);
+        gpu_wait(gpu, "the other GPUs");
+    });
+}
+static void machine_to_device(::GPT *) { ON_ALL(copy_state(model, 1)); }
+static void machine_to_host(::GPT *) { ON_ALL(copy_state(model, 0)); }
+static void machine_reparameterize(::GPT *) { ON_ALL(reparameterize_forward(model)); }
+static double machine_forward(::GPT *, const int32_t *inputs, const int32_t *targets, int B, int T, double grad_scale) {
     double loss = 0;
-    OF_MODEL(m, loss = forward_loss(model, inputs, targets, B, T, grad_scale));
+    ON_FIRST(loss = forward_loss(model, inputs, targets, B, T, grad_scale));
     return loss;
 }
-static void machine_logits(::GPT *m, real *logits, int64_t rows) { OF_MODEL(m, gpt_logits(model, logits, rows)); }
-static void machine_update(::GPT *m, Run *run, int64_t step, double lr) { OF_MODEL(m, train_update(model, run, step, lr)); }
-static int machine_check(::GPT *m, Run *run) {
+static void machine_logits(::GPT *, real *logits, int64_t rows) { ON_FIRST(gpt_logits(model, logits, rows)); }
+static void machine_update(::GPT *, Run *run, int64_t step, double lr) { ON_ALL(train_update(model, run, step, lr)); }
+static double machine_validate(::GPT *, const DataLoader *val) {
+    double loss = 0;
+    on_all([&](Worker *worker) {
+        double mean = 0;
+        ON_MODEL(worker, mean = validate(model, val));
+        if (worker->gpu.local == 0) { loss = mean; }
+    });
+    return loss;
+}
+static int machine_check(::GPT *, Run *run) {
     int differs = 0;
-    OF_MODEL(m, differs = check(model, run));
+    ON_FIRST(differs = check(model, run));
     return differs;
 }
-static const Machine gpu_machine = {check_options, machine_estimate, machine_allocate, machine_to_device, machine_to_host, machine_reparameterize, machine_forward, machine_logits, machine_update, machine_check};
+static const Machine gpu_machine = {check_options, machine_estimate, machine_allocate, machine_connect, machine_to_device, machine_to_host, machine_reparameterize, machine_forward, machine_logits, machine_update,
+                                    machine_validate, machine_check};
+
+static int environment(const char *const *names, int otherwise) {
+    for (; *names; names++) {
+        const char *text = getenv(*names);
+        if (text && *text) { return atoi(text); }
+    }
+    return otherwise;
+}
+
+// Which process this is, of how many. Open MPI, MPICH and Slurm say it to programs that know nothing of MPI as well.
+static void job_begin() {
+    static const char *const sizes[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", NULL}, *const ranks[] = {"OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", NULL};
+    static const char *const locals[] = {"OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID", NULL};
+    machine = &gpu_machine;
+    job.processes = environment(sizes, 1);
+    job.process = job.processes > 1 ? environment(ranks, -1) : 0;
+#ifdef USE_MPI
+    int threads = 0;
+    MPI_CHECK(MPI_Init_thread(NULL, NULL, MPI_THREAD_FUNNELED, &threads));
+    MPI_CHECK(MPI_Comm_size(MPI_COMM_WORLD, &job.processes));
+    MPI_CHECK(MPI_Comm_rank(MPI_COMM_WORLD, &job.process));
+#endif
+    if (job.processes < 1 || job.process < 0 || job.process >= job.processes) { FAIL("found process %d of %d in the launcher's environment, expected a number from 0 on, less than theirs", job.process, job.processes); }
+    job.local_process = job.processes > 1 ? environment(locals, 0) : 0;
+    num_processes = job.processes;
+    process_number = job.process;
+    if (job.process > 0 && !freopen("/dev/null", "w", stdout)) { FAIL("/dev/null: cannot open: %s", strerror(errno)); }
+}
+static void job_end() {
+    machine_close();
+    peers_leave();
+#ifdef USE_MPI
+    MPI_CHECK(MPI_Finalize());
+#endif
+}
 
 } // namespace gpu
 
 #ifdef GPU_MAIN
 int main(int argc, char **argv) {
-    machine = &gpu::gpu_machine;
+    gpu::job_begin();
     int status = train_main(argc, argv);
-    if (gpu::on_gpu) { OF_MODEL(gpu::on_gpu, gpu::gpt_free(model)); gpu::gpu_close(&gpu::the_gpu); }
+    gpu::job_end();
     return status;
 }
 #endif

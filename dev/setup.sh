@@ -9,14 +9,14 @@ program='#include <cjson/cJSON.h>
 #include <pcre2.h>
 #include <criterion/criterion.h>'
 complete() {
-    for tool in make cc c++; do command -v "$tool" >/dev/null 2>&1 || return 1; done
+    for tool in make cc c++ gnuplot; do command -v "$tool" >/dev/null 2>&1 || return 1; done
     printf '%s\n' "$program" | cc -fsyntax-only -x c - 2>/dev/null &&
         echo '#include <boost/context/detail/fcontext.hpp>' | c++ -fsyntax-only -x c++ - 2>/dev/null
 }
 
 if complete; then exit 0; fi
 if ! command -v apt-get >/dev/null 2>&1; then
-    echo "setup: found no apt-get; install make, C and C++ compilers with OpenMP, and the libraries cJSON, zlib, PCRE2, Criterion and Boost.Context (tests)" >&2
+    echo "setup: found no apt-get; install make, C and C++ compilers with OpenMP, gnuplot (figures), and the libraries cJSON, zlib, PCRE2, Criterion and Boost.Context (tests)" >&2
     exit 1
 fi
 sudo=
@@ -26,6 +26,6 @@ if [ "$(id -u)" -ne 0 ]; then
 fi
 export DEBIAN_FRONTEND=noninteractive
 $sudo apt-get update -q
-$sudo apt-get install -q -y --no-install-recommends make gcc g++ libc6-dev libcjson-dev zlib1g-dev libpcre2-dev libcriterion-dev libboost-context-dev
+$sudo apt-get install -q -y --no-install-recommends make gcc g++ libc6-dev libcjson-dev zlib1g-dev libpcre2-dev libcriterion-dev libboost-context-dev gnuplot-nox
 complete || { echo "setup: the packages are installed, but a program that includes them does not compile: see cc's message below" >&2
               printf '%s\n' "$program" | cc -fsyntax-only -x c -; }

@@ -36,7 +36,7 @@ struct Tensors {                                     // places as train_gpt2.cu'
     int64_t n = 0, blocks = 0;
     void add(int64_t rows, int64_t cols, float decay) {
         gpu::Place p = {};
-        p.at = p.v = n;
+        p.at = p.eff = p.v = n;
         p.rows = rows;
         p.cols = cols;
         p.ld = gpu::round_up(cols, gpu::PAD);
@@ -105,7 +105,7 @@ int main() {
             for (int i = 0; i < 3; i++) { t.add(2048, 768, 0.1f); }
             for (int i = 0; i < 14; i++) { t.add(1, 768, 0); }
         }
-        State x = {lab::Array<float>(lab::random(t.n, 1)), lab::Array<float>(lab::random(t.n, 2)), lab::Array<float>(t.n), lab::Array<float>(t.n), lab::Array<gpu::Place>(t.places), lab::Array<gpu::Stats>(std::vector<gpu::Stats>(1, stats_of(scale)))};
+        State x = {lab::Array<float>(lab::noise<float>(t.n, 1)), lab::Array<float>(lab::noise<float>(t.n, 2)), lab::Array<float>(t.n), lab::Array<float>(t.n), lab::Array<gpu::Place>(t.places), lab::Array<gpu::Stats>(std::vector<gpu::Stats>(1, stats_of(scale)))};
         for (float *p : {x.m.data, x.v.data}) { CUDA_CHECK(cudaMemset(p, 0, (size_t)t.n * sizeof(float))); }
         for (int v = 1; v <= 3; v++) { lab::time_kernel("adamw", v, 0, 28.0 * (double)t.n, false, [&] { update(v, x, t, s, scale, 256); }); }
     }

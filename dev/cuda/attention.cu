@@ -283,7 +283,7 @@ int main() {
         for (Shape x : {Shape{32, 1024, 12, 12, 64}, Shape{8, 2048, 16, 16, 128}, Shape{2, 8192, 16, 4, 128}}) {
             const int64_t nq = (int64_t)x.B * x.T * (x.NH + 2 * x.KVH) * x.HS, no = (int64_t)x.B * x.T * x.NH * x.HS, nl = (int64_t)x.B * x.NH * x.T;
             const bool small = 2 * nl * x.T * (int64_t)sizeof(float) < (int64_t)16 << 30;
-            lab::Array<bf16> qkv(lab::convert<bf16>(lab::random(nq, 1))), dout(lab::convert<bf16>(lab::random(no, 2))), out(no), dqkv(nq);
+            lab::Array<bf16> qkv(lab::noise<bf16>(nq, 1)), dout(lab::noise<bf16>(no, 2)), out(no), dqkv(nq);
             lab::Array<float> lse(nl), D(nl), square(small ? 2 * nl * x.T : 1);
             const double product = (double)x.B * x.NH * x.T * ((double)x.T + 1) / 2 * x.HS * 2;    // FLOP of one of the products, causal
             printf("B %d T %d NH %d KVH %d HS %d\n", x.B, x.T, x.NH, x.KVH, x.HS);

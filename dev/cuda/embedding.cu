@@ -4,7 +4,7 @@
 // forward 2   train_gpt2.cu's: a block a token, 16 bytes a thread
 // backward 1  a thread a column, which goes over all tokens: no two threads add to the same number, but hardly any threads
 // backward 2  a thread an element, with atomic addition: fast where tokens differ, but a frequent token is a queue, and the order
-//             of additions, so the bits, change from run to run
+//             of additions, so the bits, change from run to run: with CUDA_EMU_CHECK=1 the emulation stops here and says so
 // backward 3  train_gpt2.cu's: the host sorts the places of the batch by token, a block adds up the places of one token, in order
 #define TESTING
 #include "../../train_gpt2.cu"
@@ -100,7 +100,7 @@ int main() {
         const int64_t N = 32 * 1024, C = 768, V = 50257;
         const std::vector<int32_t> inputs = text(N, V);
         const Sorted s = sorted(inputs);
-        lab::Array<F> embedding(lab::convert<F>(lab::random(V * C, 1))), out(N * C);
+        lab::Array<F> embedding(lab::noise<F>(V * C, 1)), out(N * C);
         lab::Array<float> dembedding(std::vector<float>((size_t)(V * C), 0));
         lab::Array<int32_t> d_inputs(inputs);
         DeviceSorted d_sorted = {lab::Array<int32_t>(s.order), lab::Array<int32_t>(s.tokens), lab::Array<int32_t>(s.runs)};

@@ -27,6 +27,8 @@ template <typename F> struct Array {
     explicit Array(int64_t n_) : n(n_) { CUDA_CHECK(cudaMalloc((void **)&data, (size_t)n * sizeof(F))); }
     explicit Array(const std::vector<F> &from) : Array((int64_t)from.size()) { set(from); }
     Array(const Array &) = delete;
+    Array &operator=(const Array &) = delete;
+    Array(Array &&other) : data(other.data), n(other.n) { other.data = nullptr; }
     ~Array() { CUDA_CHECK(cudaFree(data)); }
     operator F *() const { return data; }
     void set(const std::vector<F> &from) { CUDA_CHECK(cudaMemcpy(data, from.data(), (size_t)n * sizeof(F), cudaMemcpyHostToDevice)); }
@@ -68,6 +70,17 @@ template <typename F> std::vector<float> floats(const std::vector<F> &x) {
 template <typename F> std::vector<float> rounded(std::vector<float> x) {
     for (float &v : x) { v = to_float(from_float<F>(v)); }
     return x;
+}
+
+// n numbers on the device, to time with: the same million again and again, since making them takes the host longer than the kernels
+template <typename F> Array<F> noise(int64_t n, uint64_t seed, float scale = 1) {
+    const int64_t million = 1 << 20;
+    const std::vector<F> x = convert<F>(random(std::min(n, million), seed, scale));
+    Array<F> array(n);
+    for (int64_t at = 0; at < n; at += million) {
+        CUDA_CHECK(cudaMemcpy(array.data + at, x.data(), (size_t)std::min(million, n - at) * sizeof(F), cudaMemcpyHostToDevice));
+    }
+    return array;
 }
 
 // ----------------------------------------------------------------------------------------------------
@@ -148,22 +161,22 @@ inline bool timing() {
 }
 inline void time_kernel(const char *name, int version, double flops, double bytes, bool tensor_cores, const std::function<void()> &kernel) {
     if (!timing()) { return; }
-    const int runs = 20;
     Array<unsigned char> junk(2 * (int64_t)attribute(cudaDevAttrL2CacheSize));
     cudaEvent_t begin, end;
     CUDA_CHECK(cudaEventCreate(&begin));
     CUDA_CHECK(cudaEventCreate(&end));
     std::vector<float> ms;
-    for (int i = 0; i < runs + 2; i++) {
+    float spent = 0;
+    for (int i = 0; i < 22 && (ms.empty() || spent < 300); i++) {    // the first two only warm up, unless one is enough
         CUDA_CHECK(cudaMemsetAsync(junk.data, i, (size_t)junk.n, 0));
         CUDA_CHECK(cudaEventRecord(begin, 0));
         kernel();
         CUDA_CHECK(cudaEventRecord(end, 0));
         CUDA_CHECK(cudaEventSynchronize(end));
-        float t;
+        float t = 0;
         CUDA_CHECK(cudaEventElapsedTime(&t, begin, end));
-        if (i >= 2) { ms.push_back(t); }
-        if (i == 2 && t > 1000) { break; } // once is enough
+        spent += t;
+        if (i >= 2 || t > 300) { ms.push_back(t); }
     }
     CUDA_CHECK(cudaEventDestroy(begin));
     CUDA_CHECK(cudaEventDestroy(end));

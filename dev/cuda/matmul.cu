@@ -160,7 +160,7 @@ int main() {
         const int64_t big[][3] = {{32768, 768, 2304}, {32768, 768, 8192}, {8192, 768, 50304}, {16384, 2048, 16384}};
         for (const int64_t *s : big) {
             const int64_t N = s[0], C = s[1], OC = s[2];
-            lab::Array<bf16> inp(lab::convert<bf16>(lab::random(N * C, 1))), w(lab::convert<bf16>(lab::random(OC * C, 2))), out(lab::convert<bf16>(lab::random(N * OC, 3))), dinp(N * C);
+            lab::Array<bf16> inp(lab::noise<bf16>(N * C, 1)), w(lab::noise<bf16>(OC * C, 2)), out(lab::noise<bf16>(N * OC, 3)), dinp(N * C);
             lab::Array<float> dw(std::vector<float>((size_t)(OC * C), 0));
             printf("N %lld C %lld OC %lld\n", (long long)N, (long long)C, (long long)OC);
             const double flops = 2.0 * (double)N * (double)C * (double)OC, bytes = 2.0 * (double)(N * C + OC * C + N * OC);

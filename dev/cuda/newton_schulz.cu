@@ -91,7 +91,7 @@ int main() {
         typedef gpu::bf16 F;
         const int64_t batch = 12;
         const gpu::MuonShape s(768, 2048);
-        lab::Array<F> x(lab::convert<F>(lab::random(batch * s.r * s.ldx, 1, 1e-3f))), next(batch * s.r * s.ldx), gram(batch * s.r * s.ldg), poly(batch * s.r * s.ldg);
+        lab::Array<F> x(lab::noise<F>(batch * s.r * s.ldx, 1, 1e-3f)), next(batch * s.r * s.ldx), gram(batch * s.r * s.ldg), poly(batch * s.r * s.ldg);
         const double flops = 5.0 * (double)batch * 2 * (double)s.r * (double)s.r * (2.0 * (double)s.c + (double)s.r);
         for (int v = 1; v <= 3; v++) { lab::time_kernel("newton_schulz", v, flops, 2.0 * 2 * (double)x.n, true, [&] { newton_schulz<F>(v, x, next, gram, poly, s, batch, 256); }); }
     }

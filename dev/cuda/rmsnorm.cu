@@ -124,8 +124,8 @@ int main() {
     if (lab::timing()) {
         typedef gpu::bf16 F;
         const int64_t N = 32 * 1024, D = 768, n = N * D;
-        lab::Array<F> inp(lab::convert<F>(lab::random(n, 1))), dout(lab::convert<F>(lab::random(n, 2))), out(n), sum(n);
-        lab::Array<float> gamma(lab::random(D, 3)), rstd(N), partial(512 * D), dgamma(std::vector<float>(D, 0));
+        lab::Array<F> inp(lab::noise<F>(n, 1)), dout(lab::noise<F>(n, 2)), out(n), sum(n);
+        lab::Array<float> gamma(lab::noise<float>(D, 3)), rstd(N), partial(512 * D), dgamma(std::vector<float>(D, 0));
         for (int v = 1; v <= 3; v++) { lab::time_kernel("rmsnorm_forward", v, 0, 2.0 * 2 * n, false, [&] { forward<F>(v, out, rstd, inp, gamma, N, D, 256); }); }
         for (int v = 1; v <= 3; v++) { lab::time_kernel("rmsnorm_backward", v, 0, 3.0 * 2 * n, false, [&] { backward<F>(v, out, dgamma, partial, dout, inp, rstd, gamma, N, D, 256); }); }
         for (int v = 1; v <= 2; v++) { lab::time_kernel("rmsnorm_residual", v, 0, 4.0 * 2 * n, false, [&] { residual<F>(v, sum, out, rstd, inp, dout, N, D, 256); }); }

@@ -136,6 +136,7 @@ static void roofline(int argc, const char *const *argv) {
     printf("\n");
 }
 
+#ifndef SCALING // dev/cuda/scaling.c takes the counts above
 int main(int argc, char **argv) {
     printf("assumed: products at %.0f%% of the data sheet, attention at %.0f and %.0f TFLOP/s, bandwidth at %.0f%%, %.0f microseconds a launch\n\n",
            100 * PRODUCT_EFFICIENCY, ATTENTION_FORWARD / 1e12, ATTENTION_BACKWARD / 1e12, 100 * BANDWIDTH_EFFICIENCY, 1e6 * LAUNCH);
@@ -147,3 +148,4 @@ int main(int argc, char **argv) {
     for (int i = 0; i < COUNT(runs); i++) { roofline(7, runs[i]); }
     return finish();
 }
+#endif

@@ -132,8 +132,8 @@ int main() {
     if (lab::timing()) {
         typedef gpu::bf16 F;
         const int64_t N = 32 * 1024, H = 3072, n = N * H;
-        lab::Array<F> gu(lab::convert<F>(lab::random(2 * n, 1))), dh(lab::convert<F>(lab::random(n, 2))), h(n), dgu(2 * n), work(4 * n);
-        lab::Array<float> gamma(lab::random(2 * H, 3)), rstd(2 * N);
+        lab::Array<F> gu(lab::noise<F>(2 * n, 1)), dh(lab::noise<F>(n, 2)), h(n), dgu(2 * n), work(4 * n);
+        lab::Array<float> gamma(lab::noise<float>(2 * H, 3)), rstd(2 * N);
         for (int v = 1; v <= 3; v++) { lab::time_kernel("swiglu_forward", v, 0, 3.0 * 2 * n, false, [&] { forward<F>(v, h, rstd, gu, N, H, H, 256); }); }
         for (int v = 1; v <= 3; v++) { lab::time_kernel("swiglu_backward", v, 0, 5.0 * 2 * n, false, [&] { backward<F>(v, dgu, dh, gu, N, H, H, 256); }); }
         for (int v = 1; v <= 2; v++) { lab::time_kernel("swiglu_normed", v, 0, 3.0 * 2 * n, false, [&] { normed<F>(v, h, rstd, work, gu, gamma, N, H, H, 256); }); }

@@ -425,6 +425,7 @@ Test(cli, bad_flags) {
         {"eps of 0", NULL, "train @ --eps 0", "--eps|\"0\"", 2, 0},
         {"negative temperature", NULL, "train @ --temperature -1", "--temperature|\"-1\"", 2, 0},
         {"no validation batches", NULL, "train @ --val-batches 0", "--val-batches|\"0\"|1 to", 2, 0},
+        {"norms without validation", NULL, "train @ --log-norms on", "--log-norms|no validation data|expected some", 2, 0},
 
         {"a word for a number", NULL, "train @ --lr abc", "--lr|\"abc\"|a number from", 2, 0},
         {"half an exponent", NULL, "train @ --lr 1e", "--lr|\"1e\"|a number", 2, 0},
@@ -737,8 +738,8 @@ Test(cli, a_run_without_a_checkpoint_is_no_dead_end) {
 
 static const char *const all_flags =
     "model layers channels heads kv-heads hidden seq-len vocab tie-embeddings qk-norm post-norm experts top-k expert-hidden shared-hidden balance-loss router-z-loss variant norm-scale hg placement reparam wd-scale "
-    "optimizer lr schedule warmup decay-frac final-lr-frac weight-decay beta1 beta2 eps muon-momentum sgd-momentum grad-clip batch total-batch steps "
-    "tokens-per-param seed data val-data tokenizer out resume save-every keep val-every val-batches sample-every sample prompt temperature sample-top-k export import stop-at "
+    "optimizer lr schedule warmup decay-frac final-lr-frac scale-lr weight-decay beta1 beta2 eps muon-momentum sgd-momentum grad-clip batch total-batch steps "
+    "tokens-per-param seed data val-data tokenizer out resume save-every keep val-every val-batches log-norms sample-every sample prompt temperature sample-top-k export import stop-at "
     "threads estimate help";
 
 Test(cli, help_lists_every_option) {

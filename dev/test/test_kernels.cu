@@ -214,7 +214,7 @@ static const char *const scale_models[] = {
     "--variant unified --experts 3 --top-k 2 --expert-hidden 37 --shared-hidden 104",
 };
 static char *small_model(const char *flags) {
-    return text_format("--layers 1 --vocab 259 %s %s %s", strstr(flags, "channels") ? "" : "--channels 72 --heads 3 --kv-heads 1", strstr(flags, "hidden") ? "" : "--hidden 101", flags);
+    return text_format("--layers 1 %s %s %s %s", strstr(flags, "vocab") ? "" : "--vocab 259", strstr(flags, "channels") ? "" : "--channels 72 --heads 3 --kv-heads 1", strstr(flags, "hidden") ? "" : "--hidden 101", flags);
 }
 template <typename F> static void reparameterize(void) {
     for (const char *flags : scale_models) {
@@ -397,6 +397,11 @@ template <typename F> static void rmsnorm(void) {
         CLOSE(down(d_dgamma, experts * of.stride), dgamma, FP32, FP32, "%s", shape);
         gpu::rmsnorm_backward(&device, d_dadd, d_dgamma, d_partial, (const F *)d_dout, (const F *)d_inp, d_given, d_gamma, of.rows, D, 1, of.stride);
         CLOSE(down(d_dadd, N * D), dadd, FP32, BF16, "added, %s", shape);
+        for (int blocks : {1, 7}) { // other numbers of blocks and threads than the launcher's: same rows
+            F *walked = up<F>(out);
+            BY_WIDTH(F, D, (gpu::rmsnorm_forward_kernel<F, W><<<dim3((unsigned)blocks, (unsigned)experts), 32 * blocks, 0, device.stream>>>(walked, d_rstd, d_inp, d_gamma, of.rows, D, of.stride)));
+            CLOSE(down(walked, N * D), out, FP32, BF16, "%d blocks, %s", blocks, shape);
+        }
         if (!scaled && experts == 1) {
             F *again = take<F>(N * D);
             gpu::rmsnorm_again(&device, again, d_given, (const F *)d_inp, N, D);
@@ -490,20 +495,20 @@ template <typename F> static void attention(void) {
         float *d_lse = take<float>(B * NH * T), *d_D = take<float>(B * NH * T);
         ::attention_forward(out.data(), lse.data(), qkv.data(), B, T, NH, KVH, HS);
         gpu::attention_forward(&device, d_out, d_lse, (const F *)d_qkv, B, T, NH, KVH, HS);
-        CLOSE(down(d_out, N * A), out, 2e-6, 5e-3, "%s", shape);
+        CLOSE(down(d_out, N * A), out, 2e-6, 3e-3, "%s", shape); // on tensor cores P is rounded as well: seen are 1.9e-3, and of gradients 2.4e-3
         CLOSE(down(d_lse, B * NH * T), lse, 2e-6, 2e-6, "%s", shape);
         out = rounded<F>(out);
         ::attention_backward(dqkv.data(), D.data(), dout.data(), qkv.data(), out.data(), lse.data(), B, T, NH, KVH, HS);
         gpu::attention_backward(&device, d_dqkv, d_D, (const F *)up<F>(dout), (const F *)d_qkv, (const F *)up<F>(out), up<float>(lse), B, T, NH, KVH, HS);
         Floats found = down(d_dqkv, N * Q);
         if (T == 1) { // the softmax of one score is constant: of q and k there is no gradient, just its rounding
-            CLOSE(found, dqkv, 1e-5, 1e-2, "%s", shape);
+            CLOSE(found, dqkv, 2e-6, 5e-3, "%s", shape);
             case_done();
             continue;
         }
         for (int i = 0; i < 3; i++) {
             Floats gradient = cropped(dqkv, N, parts[i + 1] - parts[i], Q, parts[i]);
-            CLOSE(cropped(found, N, parts[i + 1] - parts[i], Q, parts[i]), gradient, 1e-5, 1e-2, "of %c, %s", "qkv"[i], shape);
+            CLOSE(cropped(found, N, parts[i + 1] - parts[i], Q, parts[i]), gradient, 2e-6, 5e-3, "of %c, %s", "qkv"[i], shape);
         }
         case_done();
     }
@@ -545,6 +550,9 @@ template <typename F> static void swiglu(void) {
         gpu::swiglu_forward(&device, d_h, d_rstd, (const F *)d_gu, of_norms, of.rows, H, ld);
         CLOSE(down(d_h, N * ld), spaced(h, N, H, ld), FP32, BF16, "%s", shape);
         if (norms) { CLOSE(down(d_rstd, 2 * N), rstd, FP32, FP32, "%s", shape); }
+        gpu::swiglu_forward_kernel<F><<<dim3(3, (unsigned)experts), 64, 0, device.stream>>>(d_h, d_rstd, d_gu, of_norms, of.rows, H, ld);
+        LAUNCHED();
+        CLOSE(down(d_h, N * ld), spaced(h, N, H, ld), FP32, BF16, "3 blocks, %s", shape);
         ::swiglu_backward(dgu.data(), dh.data(), gu.data(), rows, H);
         norm(1);
         F *again = up<F>(Floats((size_t)(N * ld)));
@@ -732,7 +740,7 @@ template <typename F> static void moe(void) {
 BOTH(moe)
 
 // ----------------------------------------------------------------------------------------------------
-// 6. Optimizers: three steps from random gradients, pads included. theta and moments are fp32 in both; only Muon's X is of type F.
+// 6. Optimizers: two steps from random gradients, pads included. theta and moments are fp32 in both; only Muon's X is of type F.
 
 template <typename F> static Floats placed_second(const gpu::Model<F> *m, const float *moments) {
     Floats y((size_t)m->num_v, 0.0f);
@@ -761,7 +769,7 @@ template <typename F> static void optimizer(const char *flags, double muon = 1e-
     auto cut = [&](Floats x) { x.resize((size_t)n); return x; };
     for (int64_t i = 0; i < host->num_theta; i++) { host->theta[i] = (float)noise(); }
     overwrite(m->theta, cut(placed(m, host->theta)));
-    for (int step = 1; step <= 3; step++) {
+    for (int step = 1; step <= 2; step++) { // the second is clipped
         Floats before = down(m->theta, n);
         for (int64_t i = 0; i < host->num_theta; i++) { host->grads[i] = (float)(noise() * (i % 7 ? 0.1 : 1e-4)); }
         overwrite(m->grads, placed(m, host->grads));
@@ -806,15 +814,15 @@ template <typename F> static void optimizer(const char *flags, double muon = 1e-
     EQUAL(down(m->theta, n), before, "%s", flags);
     gpu::gpt_free(m);
 }
-template <typename F> static void adamw(void) { optimizer<F>("--variant unified"); }
+template <typename F> static void adamw(void) { optimizer<F>("--vocab 37 --variant unified"); }
 template <typename F> static void sgd(void) {
-    optimizer<F>("--optimizer sgd --sgd-momentum 0 --variant unified");
-    optimizer<F>("--optimizer sgd --sgd-momentum 0.9 --weight-decay 0 --variant baseline");
+    optimizer<F>("--vocab 37 --optimizer sgd --sgd-momentum 0 --variant unified");
+    optimizer<F>("--vocab 37 --optimizer sgd --sgd-momentum 0.9 --weight-decay 0 --variant baseline");
 }
 template <typename F> static void muon(void) {
     // X, its Gram matrix and their products are rounded to bf16 five times each, and singular values near 1 feel little of it
-    optimizer<F>("--optimizer muon --variant unified", 2e-2);
-    optimizer<F>("--optimizer muon --experts 3 --top-k 2 --expert-hidden 37", 2e-2);
+    // Experts: matrices of one shape and of its transpose, in one batch
+    optimizer<F>("--vocab 37 --optimizer muon --variant unified --experts 2 --top-k 1 --expert-hidden 37 --shared-hidden 0", 2e-2);
 }
 BOTH(adamw)
 BOTH(sgd)
