@@ -345,7 +345,7 @@ static bool is_bf16(const Config *cfg) { return cfg->precision != PRECISION_FP32
 template <typename F> static void layout_places(Model<F> *m) {
     const ::GPT *host = m->host;
     const Config *cfg = &host->cfg;
-    std::vector<int> pads(host->num_params, 0), parts(host->num_params, 0);
+    std::vector<int> pads((size_t)host->num_params, 0);
     pads[0] = 1;
     for (int i = 0; i < host->num_maps; i++) {
         int site = host->maps[i].site;
@@ -490,20 +490,21 @@ template <typename F> static void layout_share(Model<F> *m) {
         size_t bucket = layer >= 0 ? (size_t)layer + 1 : map->eff == m->places[0].eff ? (size_t)cfg->layers + 1 : 0;
         for (const Piece &piece : of[(size_t)map->param]) { add_span(m->buckets[bucket], map->eff + piece.row * map->ld, piece.rows * map->ld, m->divided ? piece.owner : -1); }
     }
-    for (int i = 0; i < host->num_params; i++) { // the parts of one dgamma_b, of all maps that share it, lie side by side
-        const Place *place = &m->places[i];
+    // The parts of one dgamma_b, of all maps that share it, lie side by side: first they are counted, then placed.
+    std::map<int64_t, int64_t> parts, next; // by the vector's offset in gamma
+    for (const Map &map : m->own_maps) { if (map.gamma_b >= 0) { parts[map.gamma_b] += ceil_div(map.rows, MAP_ROWS); } }
+    for (int i = 0; i < host->num_params; i++) {
+        const Place *place = &m->places[(size_t)i];
         if (place->gamma < 0) { continue; }
         int beta = host->params[i].beta;
-        Vector v = {vector_at[(size_t)i], beta < 0 ? -1 : vector_at[(size_t)beta], place->eff, beta < 0 ? -1 : m->places[(size_t)beta].eff, place->gamma, place->cols, m->num_partial, 0};
-        if (host->params[i].role == ROLE_GAMMA_B) {
-            for (Map &map : m->own_maps) {
-                if (map.gamma_b != v.gamma) { continue; }
-                map.partial = m->num_partial;
-                v.parts += ceil_div(map.rows, MAP_ROWS);
-                m->num_partial += ceil_div(map.rows, MAP_ROWS) * map.ld;
-            }
-        }
-        m->vectors.push_back(v);
+        m->vectors.push_back(Vector{vector_at[(size_t)i], beta < 0 ? -1 : vector_at[(size_t)beta], place->eff, beta < 0 ? -1 : m->places[(size_t)beta].eff, place->gamma, place->cols, m->num_partial, parts[place->gamma]});
+        next[place->gamma] = m->num_partial;
+        m->num_partial += parts[place->gamma] * place->ld;
+    }
+    for (Map &map : m->own_maps) {
+        if (map.gamma_b < 0) { continue; }
+        map.partial = next[map.gamma_b];
+        next[map.gamma_b] += ceil_div(map.rows, MAP_ROWS) * map.ld;
     }
 }
 
@@ -946,12 +947,18 @@ template <typename F> static void rmsnorm_backward(Gpu *gpu, F *dinp, float *dga
 // ::site_norm_forward and ::rope in one pass. `lanes` neighbouring threads work on a head of a token; a thread holds W numbers of
 // the head's first half and the W that RoPE pairs them with, CHUNKS times. Heads of a token: NH of q, KVH of k, KVH of v.
 struct HeadNorms { const float *gamma[3]; int norm[3]; }; // of q, k, v; gamma (heads HS), or NULL
+// (a parameter that is indexed by a variable would be copied to memory)
+__device__ inline bool head_normed(const HeadNorms &norms, int site) { return site == 0 ? norms.norm[0] : site == 1 ? norms.norm[1] : norms.norm[2]; }
+__device__ inline const float *head_gamma(const HeadNorms &norms, int site, int slot, int NH, int KVH, int HS) {
+    const float *gamma = site == 0 ? norms.gamma[0] : site == 1 ? norms.gamma[1] : norms.gamma[2];
+    return gamma ? gamma + (int64_t)(slot - (site == 0 ? 0 : site == 1 ? NH : NH + KVH)) * HS : NULL;
+}
 
 template <typename F, int W, int CHUNKS> __global__ void __launch_bounds__(256) qkv_forward_kernel(F *qkv, float *rstd, const F *raw, const float *cosines, const float *sines, HeadNorms norms, int64_t N, int T, int NH, int KVH, int HS, int lanes) {
     int slot = blockIdx.y * (blockDim.x / lanes) + threadIdx.x / lanes, lane = threadIdx.x % lanes; // slot: which head
     int heads = NH + 2 * KVH, half = HS / 2, site = slot < NH ? 0 : slot < NH + KVH ? 1 : 2;
-    bool works = slot < heads;
-    const float *gamma = norms.gamma[site] ? norms.gamma[site] + (int64_t)(slot - (site == 0 ? 0 : site == 1 ? NH : NH + KVH)) * HS : NULL;
+    const float *gamma = head_gamma(norms, site, slot, NH, KVH, HS);
+    bool normed = head_normed(norms, site), works = slot < heads && (site < 2 || normed || qkv != raw); // v alone may stay as it is
     for (int64_t n = blockIdx.x; n < N; n += gridDim.x) {
         int64_t at = (n * heads + slot) * HS;
         Packed<F, W> x[CHUNKS], y[CHUNKS];
@@ -965,7 +972,7 @@ template <typename F, int W, int CHUNKS> __global__ void __launch_bounds__(256) 
         }
         sum = warp_sum(sum, lanes);
         if (!works) { continue; }
-        if (norms.norm[site]) {
+        if (normed) {
             r = 1 / sqrtf(sum / (float)HS + (float)NORM_EPS);
             if (lane == 0) { rstd[n * heads + slot] = r; }
         }
@@ -990,23 +997,23 @@ template <typename F, int W, int CHUNKS> __global__ void __launch_bounds__(256) 
 template <typename F, int W, int CHUNKS> __global__ void __launch_bounds__(256) qkv_backward_kernel(F *dqkv, float *part, const F *raw, const float *rstd, const float *cosines, const float *sines, HeadNorms norms, int64_t N, int T, int NH, int KVH, int HS, int lanes) {
     int slot = blockIdx.y * (blockDim.x / lanes) + threadIdx.x / lanes, lane = threadIdx.x % lanes;
     int heads = NH + 2 * KVH, half = HS / 2, site = slot < NH ? 0 : slot < NH + KVH ? 1 : 2;
-    bool works = slot < heads;
-    const float *gamma = norms.gamma[site] ? norms.gamma[site] + (int64_t)(slot - (site == 0 ? 0 : site == 1 ? NH : NH + KVH)) * HS : NULL;
+    const float *gamma = head_gamma(norms, site, slot, NH, KVH, HS);
+    bool normed = head_normed(norms, site), works = slot < heads && (site < 2 || normed);
     float sums[CHUNKS][2][W] = {};
     for (int64_t n = blockIdx.x; n < N; n += gridDim.x) {
         int64_t at = (n * heads + slot) * HS;
-        float da[CHUNKS][W], db[CHUNKS][W], dot = 0, r = works && norms.norm[site] ? rstd[n * heads + slot] : 1;
+        float da[CHUNKS][W], db[CHUNKS][W], dot = 0, r = works && normed ? rstd[n * heads + slot] : 1;
         Packed<F, W> x[CHUNKS], y[CHUNKS];
         for (int k = 0; k < CHUNKS; k++) {
             int i = (lane + k * lanes) * W;
             if (!works || i >= half) { continue; }
             Packed<F, W> dx = load<W>(dqkv + at + i), dy = load<W>(dqkv + at + half + i);
-            if (norms.norm[site]) { x[k] = load<W>(raw + at + i); y[k] = load<W>(raw + at + half + i); }
+            if (normed) { x[k] = load<W>(raw + at + i); y[k] = load<W>(raw + at + half + i); }
             for (int j = 0; j < W; j++) {
                 float c = site < 2 ? cosines[n % T * half + i + j] : 1, s = site < 2 ? sines[n % T * half + i + j] : 0;
                 da[k][j] = dx[j] * c + dy[j] * s;
                 db[k][j] = dy[j] * c - dx[j] * s;
-                if (!norms.norm[site]) { continue; }
+                if (!normed) { continue; }
                 if (gamma) {
                     sums[k][0][j] += da[k][j] * (x[k][j] * r);
                     sums[k][1][j] += db[k][j] * (y[k][j] * r);
@@ -1018,14 +1025,14 @@ template <typename F, int W, int CHUNKS> __global__ void __launch_bounds__(256) 
         }
         dot = warp_sum(dot, lanes);
         if (!works) { continue; }
-        float along = norms.norm[site] ? r * r * r * dot / (float)HS : 0;
+        float along = normed ? r * r * r * dot / (float)HS : 0;
         for (int k = 0; k < CHUNKS; k++) {
             int i = (lane + k * lanes) * W;
             if (i >= half) { continue; }
             Packed<F, W> dx, dy;
             for (int j = 0; j < W; j++) {
-                dx.set(j, norms.norm[site] ? r * da[k][j] - along * x[k][j] : da[k][j]);
-                dy.set(j, norms.norm[site] ? r * db[k][j] - along * y[k][j] : db[k][j]);
+                dx.set(j, normed ? r * da[k][j] - along * x[k][j] : da[k][j]);
+                dy.set(j, normed ? r * db[k][j] - along * y[k][j] : db[k][j]);
             }
             store(dqkv + at + i, dx);
             store(dqkv + at + half + i, dy);
@@ -1058,7 +1065,8 @@ template <typename F> static void qkv_forward(Gpu *gpu, F *qkv, float *rstd, con
 }
 template <typename F> static void qkv_backward(Gpu *gpu, F *dqkv, float *const dgamma[3], float *partial, const F *raw, const float *rstd, const float *cosines, const float *sines, HeadNorms norms, int64_t N, int T, int NH, int KVH, int HS) {
     bool packed = HS / 2 % LANES<F> == 0 && HS / 2 / LANES<F> <= 32;
-    HeadGrid g = head_grid(N, NH + 2 * KVH, HS, packed ? LANES<F> : 1, ROW_BLOCKS);
+    bool scaled = norms.gamma[0] || norms.gamma[1] || norms.gamma[2];
+    HeadGrid g = head_grid(N, NH + 2 * KVH, HS, packed ? LANES<F> : 1, scaled ? ROW_BLOCKS : INT32_MAX);
     if (packed) { qkv_backward_kernel<F, LANES<F>, 1><<<g.grid, g.block, 0, gpu->stream>>>(dqkv, partial, raw, rstd, cosines, sines, norms, N, T, NH, KVH, HS, g.lanes); }
     else        { qkv_backward_kernel<F, 1, 4><<<g.grid, g.block, 0, gpu->stream>>>(dqkv, partial, raw, rstd, cosines, sines, norms, N, T, NH, KVH, HS, g.lanes); }
     LAUNCHED();
@@ -1900,12 +1908,12 @@ template <typename F> static void swiglu_backward(Gpu *gpu, F *dgu, F *h, float 
 // Cross-entropy of `rows` rows of logits (rows,ld), ld the padded V; losses (rows) receives a loss a row, and with grad_scale the
 // logits turn into grad_scale * dloss/dlogits, in place; pads into zeros. A block has a row: it reads it once for maximum and sum
 // (a thread keeps both of what it has seen, and when the maximum rises mends the sum), and once more to write it.
-struct Softmax { float top, sum; };
-__device__ inline void softmax_add(Softmax &s, float x, float &dot, float weight) { // dot: sum of e^(x - top) weight
-    if (x > s.top) { float fix = expf(s.top - x); s.sum *= fix; dot *= fix; s.top = x; }
-    float e = expf(x - s.top);
-    s.sum += e;
-    dot += e * weight;
+struct Softmax { float top, sum, dot; };  // maximum so far; sums of e^(x - top) and of e^(x - top) weight
+template <typename F, int W> __device__ inline void softmax_add(Softmax &s, const float x[W], const float weight[W]) {
+    float top = s.top;
+    for (int i = 0; i < W; i++) { top = fmaxf(top, x[i]); }
+    if (top > s.top) { float fix = exp_of(s.top - top, F()); s.sum *= fix; s.dot *= fix; s.top = top; }
+    for (int i = 0; i < W; i++) { float e = exp_of(x[i] - top, F()); s.sum += e; s.dot += e * weight[i]; }
 }
 
 template <typename F> __global__ void __launch_bounds__(1024) classifier_kernel(F *logits, float *losses, const int32_t *targets, int64_t V, int64_t ld, float grad_scale) {
@@ -1913,19 +1921,22 @@ template <typename F> __global__ void __launch_bounds__(1024) classifier_kernel(
     __shared__ float scratch[2][32];
     F *z = logits + blockIdx.x * ld;
     int32_t target = targets[blockIdx.x];
-    float at_target = to_float(z[target]), none = 0;
-    Softmax s = {-INFINITY, 0};
+    float at_target = to_float(z[target]);
+    Softmax s = {-INFINITY, 0, 0};
     for (int64_t v = threadIdx.x * W; v < V; v += blockDim.x * W) {
         auto x = load<W>(z + v);
-        for (int i = 0; i < W && v + i < V; i++) { softmax_add(s, x[i], none, 0); }
+        float y[W], none[W] = {};
+        for (int i = 0; i < W; i++) { y[i] = v + i < V ? x[i] : -INFINITY; }
+        softmax_add<F, W>(s, y, none);
     }
     float top = block_reduce<Max>(s.top, scratch[0]);
     float sum = block_sum(s.sum == 0 ? 0 : s.sum * expf(s.top - top), scratch[1]); // threads without a column have sum 0
     if (threadIdx.x == 0) { losses[blockIdx.x] = logf(sum) + top - at_target; }
     if (grad_scale == 0) { return; }
+    float scale = grad_scale / sum;
     for (int64_t v = threadIdx.x * W; v < ld; v += blockDim.x * W) {
         auto x = load<W>(z + v);
-        for (int i = 0; i < W; i++) { x.set(i, v + i < V ? expf(x[i] - top) * (grad_scale / sum) - (v + i == target ? grad_scale : 0.0f) : 0.0f); }
+        for (int i = 0; i < W; i++) { x.set(i, v + i < V ? exp_of(x[i] - top, F()) * scale - (v + i == target ? grad_scale : 0.0f) : 0.0f); }
         store(z + v, x);
     }
 }
@@ -1937,20 +1948,25 @@ template <typename F> __global__ void __launch_bounds__(1024) classifier_stats_k
     __shared__ float scratch[4][32];
     const F *z = logits + blockIdx.x * ld;
     int32_t target = targets[blockIdx.x];
-    float squares = 0, dot = 0;
+    float squares = 0;
     for (int64_t v = threadIdx.x * W; v < ld; v += blockDim.x * W) { // pads are zeros
         auto x = load<W>(z + v);
         for (int i = 0; i < W; i++) { squares += x[i] * x[i]; }
     }
     float r = 1 / sqrtf(block_sum(squares, scratch[0]) / (float)V + (float)NORM_EPS);
-    Softmax s = {-INFINITY, 0};
+    Softmax s = {-INFINITY, 0, 0};
     for (int64_t v = threadIdx.x * W; v < V; v += blockDim.x * W) {
         auto x = load<W>(z + v);
-        for (int i = 0; i < W && v + i < V; i++) { float t = gamma ? gamma[v + i] * x[i] : x[i]; softmax_add(s, t * r, dot, t); }
+        float y[W], t[W];
+        for (int i = 0; i < W; i++) {
+            t[i] = v + i < V ? (gamma ? gamma[v + i] : 1.0f) * x[i] : 0.0f;
+            y[i] = v + i < V ? t[i] * r : -INFINITY;
+        }
+        softmax_add<F, W>(s, y, t);
     }
     float top = block_reduce<Max>(s.top, scratch[1]), fix = s.sum == 0 ? 0 : expf(s.top - top);
     float sum = block_sum(s.sum * fix, scratch[2]);
-    dot = block_sum(dot * fix, scratch[3]);
+    float dot = block_sum(s.dot * fix, scratch[3]);
     if (threadIdx.x > 0) { return; }
     float t = gamma ? gamma[target] * to_float(z[target]) : to_float(z[target]);
     losses[blockIdx.x] = logf(sum) + top - t * r;
@@ -1971,7 +1987,7 @@ template <typename F> __global__ void __launch_bounds__(256) classifier_norm_bac
         int32_t target = targets[n];
         auto x = load<W>(logits + n * ld + v);
         for (int i = 0; i < W; i++) {
-            float unit = x[i] * r, dy = grad_scale * (expf(scale[i] * unit - lse) - (v + i == target ? 1.0f : 0.0f));
+            float unit = x[i] * r, dy = grad_scale * (exp_of(scale[i] * unit - lse, F()) - (v + i == target ? 1.0f : 0.0f));
             sums[i] += dy * unit;
             x.set(i, v + i < V ? r * scale[i] * dy - along * x[i] : 0.0f);
         }
@@ -2171,13 +2187,18 @@ template <typename F> __global__ void __launch_bounds__(256) router_backward_ker
 // ----------------------------------------------------------------------------------------------------
 // 5. The model.
 
+static void *device_memory(size_t bytes) {
+    void *p = NULL;
+    cudaError_t status = cudaMalloc(&p, bytes);
+    if (status != cudaSuccess) { FAIL("cannot allocate %.2f GiB on the GPU: %s: expected a smaller model, --batch or --seq-len, or --recompute 1 or 2 (see --estimate)", (double)bytes / (1 << 30), cudaGetErrorString(status)); }
+    return p;
+}
 static void *arena_bytes(Arena *a, int64_t bytes) {
     [[maybe_unused]] size_t at = a->used;
     a->used += (size_t)round_up(bytes, 256);
     if (!a->base || bytes == 0) { return NULL; }
 #ifdef CUDA_EMU
-    void *own;
-    CUDA_CHECK(cudaMalloc(&own, (size_t)bytes));
+    void *own = device_memory((size_t)bytes);
     a->own.push_back(own);
     return own;
 #else
@@ -2361,7 +2382,7 @@ template <typename F> static Model<F> *gpt_allocate(::GPT *host, Gpu *gpu, int64
 #ifdef CUDA_EMU
     m->arena.base = (char *)1; // tensors are allocations of their own
 #else
-    CUDA_CHECK(cudaMalloc((void **)&m->arena.base, total));
+    m->arena.base = (char *)device_memory(total);
     CUDA_CHECK(cudaMemsetAsync(m->arena.base, 0, total, gpu->stream));
 #endif
     m->arena.used = 0;
@@ -2767,9 +2788,13 @@ __global__ void __launch_bounds__(512) gradient_norm_kernel(double *parts, const
     sum = block_sum(sum, scratch);
     if (threadIdx.x == 0) { parts[blockIdx.x] = sum; }
 }
-__global__ void norm_sum_kernel(Stats *stats, const double *parts, int num_parts) {
+__global__ void __launch_bounds__(NORM_BLOCKS) norm_sum_kernel(Stats *stats, const double *parts, int num_parts) {
+    __shared__ double part[NORM_BLOCKS];
+    if ((int)threadIdx.x < num_parts) { part[threadIdx.x] = parts[threadIdx.x]; }
+    __syncthreads();
+    if (threadIdx.x > 0) { return; }
     double sum = 0;
-    for (int i = 0; i < num_parts; i++) { sum += parts[i]; }
+    for (int i = 0; i < num_parts; i++) { sum += part[i]; }
     stats->squares = sum;
 }
 __global__ void clip_kernel(Stats *stats, float most) {
@@ -2786,7 +2811,7 @@ template <typename F> static void gradient_norm(Model<F> *m) {
     unsigned blocks = (unsigned)at_most(NORM_BLOCKS, ceil_div(longest, 512 * 4));
     gradient_norm_kernel<<<blocks, 512, 0, m->gpu->stream>>>(m->norm_parts, m->grads, m->d_spans, (int)m->norm_spans.size());
     LAUNCHED();
-    norm_sum_kernel<<<1, 1, 0, m->gpu->stream>>>(m->stats, m->norm_parts, (int)blocks);
+    norm_sum_kernel<<<1, NORM_BLOCKS, 0, m->gpu->stream>>>(m->stats, m->norm_parts, (int)blocks);
     LAUNCHED();
     sum_stats(m);
     clip_kernel<<<1, 1, 0, m->gpu->stream>>>(m->stats, (float)m->host->cfg.grad_clip);

@@ -79,7 +79,7 @@ mutant wrong_stride column_sum 'sum += partial[r * ld + c];' 'sum += partial[r *
 mutant wrong_leading_dimension matmul_layers 'key.trans_b ? key.N : key.K, key.ldb, key.stride_b' 'key.trans_b ? key.N : key.K, key.trans_b ? key.K : key.N, key.stride_b'
 mutant swapped_index muon 'from_float<F>(w.flip ? tile[threadIdx.x][k] : tile[k][threadIdx.x])' 'from_float<F>(w.flip ? tile[k][threadIdx.x] : tile[threadIdx.x][k])'
 mutant dropped_tail embedding 'c < C; c += blockDim.x * W) { store(out + n * C + c, load<W>(from + c)); }' 'c + W < C; c += blockDim.x * W) { store(out + n * C + c, load<W>(from + c)); }'
-mutant pads_counted classifier 'i < W && v + i < V; i++) { softmax_add(s, x[i], none, 0); }' 'i < W; i++) { softmax_add(s, x[i], none, 0); }'
+mutant pads_counted classifier 'y[i] = v + i < V ? x[i] : -INFINITY;' 'y[i] = x[i];'
 mutant beyond_the_end rmsnorm 'd < D; d += blockDim.x * W) {
         auto v = load<W>(inp + n * D + d);' 'd < D + W; d += blockDim.x * W) {
         auto v = load<W>(inp + n * D + d);'
@@ -87,7 +87,7 @@ mutant beyond_the_end rmsnorm 'd < D; d += blockDim.x * W) {
 mutant rope_sign qkv 'da[k][j] = dx[j] * c + dy[j] * s;' 'da[k][j] = dx[j] * c - dy[j] * s;'
 mutant no_eps qkv 'r = 1 / sqrtf(sum / (float)HS + (float)NORM_EPS);' 'r = 1 / sqrtf(sum / (float)HS);'
 mutant no_along swiglu 'd_up.set(i, r_up * db - along_up * u[i]);' 'd_up.set(i, r_up * db);'
-mutant no_mend classifier '{ float fix = expf(s.top - x); s.sum *= fix; dot *= fix; s.top = x; }' '{ s.top = x; }'
+mutant no_mend classifier '{ float fix = exp_of(s.top - top, F()); s.sum *= fix; s.dot *= fix; s.top = top; }' '{ s.top = top; }'
 mutant no_bias_correction adamw '(sqrtf(v[k]) * s.root + s.eps)' '(sqrtf(v[k]) + s.eps)'
 mutant a_forgotten_gamma reparameterize 'out.value[i] += a * g[i] * b[i];' 'out.value[i] += a * g[i];'
 mutant tie_to_the_last moe 'other == best && other_at < at' 'other == best && other_at > at'
