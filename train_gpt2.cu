@@ -3018,10 +3018,10 @@ static void job_before_failure() {
     for (;;) { pause(); }
 }
 static void job_after_failure(int status) {
+    fflush(stderr);                // a file is buffered, and _exit() throws away what it holds
     std::thread([status] { sleep(3); _exit(status); }).detach(); // whatever the rest does
     peers_say("failed");
     for (Gpu *gpu : job.gpus_open) { if (gpu->comm) { ncclCommAbort(gpu->comm); } } // so that others needn't wait for us
-    fflush(stderr);
 #ifdef USE_MPI
     if (job.processes > 1) { MPI_Abort(MPI_COMM_WORLD, status); }
 #endif

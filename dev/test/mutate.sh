@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Do the tests of the kernels notice a mistake? Breaks train_gpt2.cu on purpose, in one way at a time, and runs the pair of
-# tests of dev/test/test_kernels.cu that guards the place; for each mutant one must fail. Prints a table.
+# tests of dev/test/test_kernels.cu that guards the place (multi/NAME: a test of test_multi.cu); for each mutant one must fail.
+# Prints a table.
 #
 #   make test-mutants            or some of them:  dev/test/mutate.sh barrier rope
 #
@@ -43,25 +44,26 @@ mutant() {
 
 # Builds and runs one mutant; leaves one word in NAME/verdict and what was said in NAME/message.
 try() {
-    local name=$1 dir=$out/$1 test pattern
+    local name=$1 dir=$out/$1 test pattern program=test_kernels
     test=$(<"$dir/test")
+    local filter="kernels/${test}*"
+    [[ $test != multi/* ]] || program=test_multi filter=$test
     echo broken >"$dir/verdict"
     (
         cd "$dir"
-        dev/emu/transform dev/test/test_kernels.cu src
+        dev/emu/transform dev/test/$program.cu src
         # shellcheck disable=SC2086
-        $CXX $FLAGS -DONLY="\"$test\"" -x c++ src/dev/test/test_kernels.cu -x none -o test_kernels $LIBS
+        $CXX $FLAGS -DONLY="\"$test\"" -x c++ "src/dev/test/$program.cu" -x none -o "$program" $LIBS
     ) >"$dir/build.log" 2>&1 || { grep -m 1 error "$dir/build.log" >"$dir/message" || true; return 0; }
-    local status=0 filter="kernels/*"
-    [[ -z $test ]] || filter="kernels/${test}*"
-    timeout 200 "$dir/test_kernels" -j1 --filter "$filter" >"$dir/log" 2>&1 || status=$?
+    local status=0
+    timeout 600 "$dir/$program" -j1 --filter "$filter" >"$dir/log" 2>&1 || status=$?
     pattern='Tested: ([0-9]+) \| Passing: ([0-9]+) \| Failing: ([0-9]+)'
     if ! [[ $(grep -a Synthesis "$dir/log") =~ $pattern ]] || ((BASH_REMATCH[1] == 0)); then
         echo "no totals, exit status $status" >"$dir/message"
         return 0
     fi
     if ((BASH_REMATCH[3] > 0 && status != 0)); then echo caught >"$dir/verdict"; else echo missed >"$dir/verdict"; fi
-    grep -a -v neighbour_kernel "$dir/log" | grep -a -o -E -m 1 '(emu: .*|line [0-9]+, .*|.*other numbers.*|.*timed out.*|.*Timeout.*)' >"$dir/message" || true
+    grep -a -v neighbour_kernel "$dir/log" | grep -a -o -E -m 1 '(emu: .*|line [0-9]+, .*|.*other numbers.*|[a-z]+: [0-9.e-]+ (from one GPU|between) .*|.*timed out.*|.*Timeout.*)' >"$dir/message" || true
 }
 
 mutant control "" "" ""
@@ -105,6 +107,9 @@ mutant no_barrier_after_wait attention '        __syncthreads();                
 mutant no_swizzle attention '((lane / 16 ^ (lane & 7)) << 3) ^ column0' '((lane / 16) << 3) ^ column0'
 mutant rows_past_the_end attention 'row + r < valid ? 16 : 0' '16'
 mutant swapped_heads attention 'D[(n / T * NH + i % NH) * T + n % T]' 'D[(i % NH * NH + n / T) * T + n % T]'
+# --- several GPUs
+mutant first_rows_gamma_a multi/losses_tied 'if (map.gamma_a >= 0) { map.gamma_a += place.row; }' ''
+mutant a_bucket_not_summed multi/losses_baseline '|| !m->last || m->buckets[bucket].empty()' '|| !m->last || bucket == 1 || m->buckets[bucket].empty()'
 
 begin=$SECONDS
 for name in "${names[@]}"; do

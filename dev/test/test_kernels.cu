@@ -828,3 +828,48 @@ template <typename F> static void muon(void) {
 BOTH(adamw)
 BOTH(sgd)
 BOTH(muon)
+
+// ----------------------------------------------------------------------------------------------------
+// Was each kernel of train_gpt2.cu launched, in two orders of warps? Known once all tests have run: status 1 and the names.
+
+#ifdef CUDA_EMU
+static int kernels_left_out(const std::string &launches) {
+    std::string source, word;
+    for (FILE *file = fopen("train_gpt2.cu", "rb"); file; fclose(file), file = NULL) { for (int c; (c = fgetc(file)) != EOF;) { source += (char)c; } }
+    int kernels = 0, left_out = 0;
+    for (size_t at = 0; (at = source.find("__global__", at)) != std::string::npos; at++) { // __global__ ... name_kernel(
+        size_t end = source.find("_kernel(", at);
+        if (end == std::string::npos) { break; }
+        size_t begin = source.find_last_not_of("abcdefghijklmnopqrstuvwxyz_0123456789", end) + 1;
+        std::string name = source.substr(begin, end - begin) + "_kernel";
+        kernels++;
+        bool checked = false;
+        for (size_t line = 0, next; (next = launches.find('\n', line)) != std::string::npos; line = next + 1) {
+            word = launches.substr(line, next - line);
+            if (word.compare(0, 5, "gpu::") == 0) { word.erase(0, 5); }
+            checked = checked || (word.compare(0, name.size(), name) == 0 && (word[name.size()] == '<' || word[name.size()] == ' ') && word.ends_with(" checked"));
+        }
+        if (!checked) { fprintf(stderr, "test_kernels: %s of train_gpt2.cu was launched by no test here, expected each kernel in two orders of warps\n", name.c_str()); }
+        left_out += !checked;
+    }
+    if (kernels < 40) { fprintf(stderr, "test_kernels: found %d kernels in train_gpt2.cu, expected them all: run it from the root of the repository\n", kernels); }
+    else { printf("%d of the %d kernels of train_gpt2.cu ran in two orders of warps\n", kernels - left_out, kernels); }
+    return left_out || kernels < 40;
+}
+int main(int argc, char **argv) {
+    bool all = wanted("");
+    for (int i = 1; i < argc; i++) { all = all && (strncmp(argv[i], "--tap", 5) == 0 || strncmp(argv[i], "-j", 2) == 0); } // no filter
+    char path[] = "/tmp/test_kernels_XXXXXX";
+    int file = mkstemp(path), status = 0;
+    if (file < 0 || setenv("CUDA_EMU_LAUNCHES", path, 1)) { FAIL("%s: %s", path, strerror(errno)); }
+    struct criterion_test_set *tests = criterion_initialize();
+    if (criterion_handle_args(argc, argv, true)) { status = !criterion_run_all_tests(tests); }
+    criterion_finalize(tests);
+    std::string launches;
+    char piece[4096];
+    for (ssize_t n; (n = read(file, piece, sizeof piece)) > 0;) { launches.append(piece, (size_t)n); }
+    close(file);
+    unlink(path);
+    return all && kernels_left_out(launches) ? 1 : status;
+}
+#endif

@@ -12,7 +12,7 @@ static cudaError_t planted_error();
 #include <criterion/criterion.h>
 #include <sys/wait.h>
 
-TestSuite(multi, .timeout = 600);
+TestSuite(multi, .timeout = 1800); // a busy machine, or sanitizers: what may not take long has limits of its own
 
 // The thread of GPU `planted_gpu` fails at its launch number `planted_launch`, or stands still for ever.
 static int planted_gpu = -1, planted_stall;
@@ -57,8 +57,9 @@ static pid_t start(const std::string &name, const std::string &flags, const std:
     if (child != 0) { return child; }
     std::string log = root + "/" + name + log_suffix + ".log";
     if (!freopen((log + ".out").c_str(), "w", stdout) || !freopen(log.c_str(), "w", stderr)) { _exit(99); }
+    setvbuf(stderr, NULL, _IONBF, 0); // as it was before: nothing is lost when a thread ends the process
     setenv("CUDA_EMU_DEVICES", "8", 1);
-    setenv("CUDA_EMU_NCCL_TIMEOUT", "25", 0);
+    setenv("CUDA_EMU_NCCL_TIMEOUT", "120", 0); // a busy machine may leave a thread alone for long
     if (launcher >= 0) {
         setenv("PMI_SIZE", std::to_string(launcher_size).c_str(), 1);
         setenv("PMI_RANK", std::to_string(launcher).c_str(), 1);
@@ -300,13 +301,13 @@ static std::vector<pid_t> start_processes(int count, const std::string &name, co
 }
 
 Test(multi, processes_are_ranks, .init = make_root) { // 2 of 2 GPUs are one of 4, bit for bit
-    const std::string flags = "--variant unified --optimizer muon --total-batch 8 --stop-at 3 --val-every 2 --timeout 20";
+    const std::string flags = "--variant unified --optimizer muon --total-batch 8 --stop-at 3 --val-every 2 --timeout 100";
     for (const char *zero : {"0", "1"}) {
         std::string one = std::string("one") + zero, two = std::string("two") + zero;
         run(one, flags + " --gpus 4 --zero " + zero);
         for (int again = 0; again < 2; again++) { // the second time into the folder that still has the first one's files
             std::vector<pid_t> children = start_processes(2, two, flags + " --gpus 2 --zero " + zero);
-            for (pid_t child : children) { int status = finish_of(child, 60); cr_assert_eq(status, 0, "status %d: %s%s", status, log_of(two).c_str(), log_of(two + "1").c_str()); }
+            for (pid_t child : children) { int status = finish_of(child); cr_assert_eq(status, 0, "status %d: %s%s", status, log_of(two).c_str(), log_of(two + "1").c_str()); }
             for (const char *file : {"/model.safetensors", "/optimizer.safetensors"}) { same_file(checkpoint(one, 3) + file, checkpoint(two, 3) + file); }
             same_file(root + "/" + one + "/metrics.csv", root + "/" + two + "/metrics.csv");
             std::string remove = "rm -rf " + root + "/" + two + "/step_*";
@@ -320,9 +321,9 @@ Test(multi, processes_are_ranks, .init = make_root) { // 2 of 2 GPUs are one of 
 Test(multi, processes_that_differ, .init = make_root) {
     struct { const char *more, *expected; } cases[] = {{"--lr 0.002", "the same flags"}, {"--gpus 2", "GPUs and trains"}};
     for (auto &c : cases) {
-        std::vector<pid_t> children = start_processes(2, "differ", "--total-batch 12 --stop-at 2 --timeout 10 --gpus 1", {"", c.more});
+        std::vector<pid_t> children = start_processes(2, "differ", "--total-batch 12 --stop-at 2 --timeout 60 --gpus 1", {"", c.more});
         std::string statuses;
-        for (pid_t child : children) { statuses += " " + std::to_string(finish_of(child, 30)); }
+        for (pid_t child : children) { statuses += " " + std::to_string(finish_of(child, 100)); }
         std::string text = log_of("differ") + log_of("differ1");
         cr_assert(statuses == " 1 1", "%s:%s: %s", c.more, statuses.c_str(), text.c_str());
         cr_assert(text.find(c.expected) != std::string::npos, "%s", text.c_str());
@@ -335,7 +336,7 @@ Test(multi, a_process_that_never_comes, .init = make_root) {
     launcher = 0;
     pid_t child = start("alone", "--total-batch 8 --timeout 1");
     launcher = -1;
-    cr_assert_eq(finish_of(child, 20), 1);
+    cr_assert_eq(finish_of(child, 60), 1);
     cr_assert(log_of("alone").find("no sign of process 1 of 2 (rank 1)") != std::string::npos, "%s", log_of("alone").c_str());
     remove_root();
 }
@@ -350,7 +351,7 @@ Test(multi, wrong_flags, .init = make_root) {
         {"--gpus 2 --total-batch 8 --zero 2", 2, "--zero"},
     };
     for (auto &c : cases) {
-        int status = finish_of(start("wrong", c.flags), 30);
+        int status = finish_of(start("wrong", c.flags), 100);
         cr_assert_eq(status, c.status, "%s: %d: %s", c.flags, status, log_of("wrong").c_str());
         cr_assert(log_of("wrong").find(c.expected) != std::string::npos, "%s: %s", c.flags, log_of("wrong").c_str());
     }
@@ -367,13 +368,13 @@ static void fault(int number) {
     enum { THREAD_FAILS, PEER_KILLED, PROCESS_KILLED, THREAD_STALLS, STOPPED, KINDS };
     static const char *const names[] = {"a thread fails", "a peer is killed", "a process is killed", "a thread stands still", "a process is told to stop"};
     int kind = number % KINDS;
-    const std::string name = "fault" + std::to_string(number), flags = "--variant unified --total-batch 4 --steps 100000 --save-every 1 --keep 2 --schedule constant --timeout 4 --zero " + std::to_string(number / KINDS % 2);
+    const std::string name = "fault" + std::to_string(number), flags = "--variant unified --total-batch 4 --steps 100000 --save-every 1 --keep 2 --schedule constant --timeout 8 --zero " + std::to_string(number / KINDS % 2);
     std::vector<pid_t> children;
     if (kind == THREAD_FAILS || kind == THREAD_STALLS) {
         planted_gpu = (int)(drawn() * 4);
         planted_launch = 30 + (int64_t)(drawn() * 1500);
         planted_stall = kind == THREAD_STALLS;
-        setenv("CUDA_EMU_NCCL_TIMEOUT", "4", 1);
+        setenv("CUDA_EMU_NCCL_TIMEOUT", "8", 1);
         children.push_back(start(name, flags + " --gpus 4"));
         planted_gpu = -1;
         unsetenv("CUDA_EMU_NCCL_TIMEOUT");
@@ -410,7 +411,7 @@ static void fault(int number) {
         cr_assert(worst < 1e-4, "%s: %.2e", names[kind], worst);
     }
 }
-Test(multi, faults, .init = make_root, .timeout = 1800) {
+Test(multi, faults, .init = make_root) {
     int count = full() ? 30 : 5;
     fault_seed = full() ? (uint64_t)time(NULL) : 7;
     for (int i = 0; i < count; i++) { fault(i); }

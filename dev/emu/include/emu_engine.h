@@ -448,6 +448,7 @@ struct Launch {
             int position = 0;
             (check_argument(++position, arguments), ...);
             now = outer;
+            note_launch(name);
             std::tuple<void (*)(P...), P...> call(function, arguments...);
             operate(what, [&] {
                 launch.blocks(&call, [](void *data) {

@@ -16,9 +16,11 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <fcntl.h>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <sys/mman.h>
 #include <unistd.h>
 #include <vector>
@@ -360,6 +362,19 @@ template <typename Body> void operate(Now what, Body body) {
         check_slack();
     }
     now = outer;
+}
+// CUDA_EMU_LAUNCHES=FILE: each process appends a line there for each kernel it launches: its name, and "checked" in check mode.
+inline void note_launch(const char *name) {
+    static const char *const path = getenv("CUDA_EMU_LAUNCHES");
+    if (!path || !*path) { return; }
+    static std::mutex lock;
+    static std::set<const char *> noted;
+    std::lock_guard<std::mutex> guard(lock);
+    if (!noted.insert(name).second) { return; }
+    char line[300];
+    int n = snprintf(line, sizeof line, "%.250s%s\n", name, heap().check ? " checked" : "");
+    int file = open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
+    if (file < 0 || write(file, line, (size_t)n) != n || close(file) != 0) { fail("CUDA_EMU_LAUNCHES=%s: cannot write", path); }
 }
 // In check mode: where the second run sees the byte at p; null outside of device memory.
 inline char *twin_of(const void *p) {
