@@ -216,8 +216,8 @@ static const Option options[] = {
     {NULL, "estimate", TYPE_SWITCH, LOCAL, AT(estimate), "off", 0, 0, "off|on", "print parameters, memory and FLOPs, and stop before anything is allocated"},
     {NULL, "help", TYPE_SWITCH, LOCAL, AT(help), "off", 0, 0, "off|on", "print this help"},
 
-    {"GPU: flags of train_gpt2cu", "precision", TYPE_CHOICE, LOCAL, AT(precision), "auto", 0, 0, "auto|fp32|bf16", "of effective weights and activations; auto: bf16 on a GPU, fp32 on a CPU"},
-    {NULL, "gpus", TYPE_INT, LOCAL, AT(gpus), "1", 0, 1024, "all", "GPUs of this machine to train on, or all"},
+    {"GPU: flags of train_gpt2cu", "precision", TYPE_CHOICE, KEPT, AT(precision), "auto", 0, 0, "auto|fp32|bf16", "of effective weights and activations; auto: bf16 on a GPU, fp32 on a CPU"},
+    {NULL, "gpus", TYPE_INT, LOCAL, AT(gpus), "1", 1, 1024, "all", "GPUs of this machine to train on, or all"},
     {NULL, "zero", TYPE_INT, LOCAL, AT(zero), "0", 0, 1, NULL, "1: each GPU owns a part of theta and of the optimizer's state"},
     {NULL, "timeout", TYPE_INT, LOCAL, AT(timeout), "600", 1, 1000000, NULL, "seconds without a sign of life from a GPU or another process that end the run"},
     {NULL, "recompute", TYPE_INT, LOCAL, AT(recompute), "0", 0, 2, NULL, "activations made again in the backward pass instead of kept; 1: norms and SwiGLU, 2: all of a block but its input"},
@@ -381,7 +381,10 @@ static const char *option_text(const Config *cfg, int index, char *out, size_t s
     const Option *o = &options[index];
     const void *field = option_field(o, cfg);
     switch (o->type) {
-    case TYPE_INT: snprintf(out, size, "%d", *(const int *)field); break;
+    case TYPE_INT:
+        if (o->choices && *(const int *)field == 0) { snprintf(out, size, "%s", o->choices); break; } // the word that stands for 0
+        snprintf(out, size, "%d", *(const int *)field);
+        break;
     case TYPE_LONG: snprintf(out, size, "%lld", (long long)*(const int64_t *)field); break;
     case TYPE_TEXT: snprintf(out, size, "%s", *(const char *const *)field); break;
     case TYPE_FORMAT_DIR: snprintf(out, size, "%s%s", **(const char *const *)field ? "hf " : "", *(const char *const *)field); break;
@@ -501,6 +504,7 @@ static int given(const Config *cfg, const char *name) { return cfg->source[find_
 
 // Fills in the values that depend on others and refuses contradictions. V may stay 0 until the data is open.
 static void config_resolve(Config *cfg) {
+    char text[64];
     if (given(cfg, "steps") && given(cfg, "tokens-per-param")) {
         USAGE("--steps and --tokens-per-param: found both, expected one: each sets the length of the run");
     }
@@ -525,13 +529,14 @@ static void config_resolve(Config *cfg) {
     if (cfg->heads % cfg->kv_heads != 0) { USAGE("--heads %d --kv-heads %d: expected heads to be a multiple of kv-heads", cfg->heads, cfg->kv_heads); }
     if (cfg->total_batch % cfg->batch != 0) { USAGE("--total-batch %d --batch %d: expected total-batch to be a multiple of batch", cfg->total_batch, cfg->batch); }
     if (cfg->schedule == SCHEDULE_WSD && cfg->warmup + cfg->decay_frac > 1) { USAGE("--warmup %g --decay-frac %g: expected shares that sum to at most 1", cfg->warmup, cfg->decay_frac); }
-    if (given(cfg, "decay-frac") && cfg->schedule != SCHEDULE_WSD) { USAGE("--decay-frac: found with another --schedule, expected --schedule wsd, the one that has a final decay"); }
+    if (given(cfg, "decay-frac") && cfg->schedule != SCHEDULE_WSD) { USAGE("--decay-frac: found with --schedule %s, expected --schedule wsd, the one that has a final decay", option_text(cfg, find_option("schedule"), text, sizeof text)); }
     if (!cfg->norm_scale) {
+        if (given(cfg, "scale-lr")) { USAGE("--norm-scale off and --scale-lr contradict each other: there is no scale vector to train"); }
         if (cfg->hg) { USAGE("--norm-scale off and --hg on contradict each other: there is no scale vector to make heterogeneous"); }
         if (cfg->reparam) { USAGE("--norm-scale off and --reparam or|er contradict each other: there is no scale vector to reparameterize"); }
         for (int s = 0; s < NUM_SITES; s++) {
             if (cfg->placement[s] == PLACE_AP || cfg->placement[s] == PLACE_DP) {
-                USAGE("--norm-scale off and --placement %s=ap|dp contradict each other: there is no scale vector to place (dnp keeps its norm)", site_names[s]);
+                USAGE("--norm-scale off and --placement %s=%s contradict each other: there is no scale vector to place (dnp keeps its norm)", site_names[s], cfg->placement[s] == PLACE_AP ? "ap" : "dp");
             }
         }
     }
@@ -3716,6 +3721,9 @@ static int train_main(int argc, char **argv) {
     gpt_build(&model, &cfg);
     settle_steps(&model);
     if (cfg.estimate) { print_estimate(&model); return finish(); }
+    if (given(&cfg, "tokenizer") && strcmp(cfg.tokenizer, "auto") != 0 && strcmp(cfg.tokenizer, "bytes") != 0 && access(cfg.tokenizer, R_OK) != 0) {
+        FAIL("--tokenizer %s: cannot read: %s", cfg.tokenizer, strerror(errno)); // now, not at a sample hours later
+    }
     if (cfg.sample > 0 || (training && cfg.sample_every > 0)) {
         run.has_tokenizer = tokenizer_open(&run.tokenizer, &model.cfg);
         int32_t *prompt = NULL; // a prompt that can't be encoded should stop the run now, not at its first sample

@@ -3,14 +3,15 @@
 // train_gpt2.c is included, for all that doesn't compute: flags, the table of parameters, data, checkpoints, the training
 // loop. What computes follows here in namespace gpu, under the names and in the order of its sections 3 to 6, so that
 // gpu::rmsnorm_forward does on a GPU what ::rmsnorm_forward does on a CPU (a kernel is called rmsnorm_forward_kernel).
-// What a GPU does in one pass, to read memory once, has a name of its own, and its comment names the twins.
+// What a GPU does in one pass, to read memory once, has a name of its own, and its comment names the twins. After section 6 comes
+// what the CPU has no twin for, many GPUs; then the way between host and device, and the machine that the loop of section 10 calls.
 //
 //     theta  fp32  --reparameterize_forward-->   theta~  F     --gpt_forward-->   loss        once a step | once a micro-batch
 //     dtheta fp32  <--reparameterize_backward--  dtheta~ fp32  <--gpt_backward--
 //
 // F is float or bf16 (--precision): the type of effective weights and activations. theta, optimizer moments, gradients of
 // weights and sums are fp32 either way. So the bf16 copy of the weights that mixed precision needs anyway is theta~, and
-// scale vectors cost nothing in the model.
+// scale vectors cost nothing in the model, but where a norm follows (DNP).
 //
 // Layout on the device: a tensor (rows, cols) has rows padded to `ld`, cols rounded up to a multiple of 8, and the hidden
 // size and the vocabulary are padded as rows too, so that any row begins at a multiple of 16 bytes, whatever sizes the paper
@@ -69,7 +70,7 @@ static_assert(sizeof(real) == sizeof(float), "theta is fp32 on the GPU");
 namespace gpu {
 
 typedef __nv_bfloat16 bf16;
-static void wait_for_blame(ncclResult_t status); // section 7
+static void wait_for_blame(ncclResult_t status); // Many GPUs, below
 
 // ----------------------------------------------------------------------------------------------------
 // Numbers: W of them in one load or store, of 16 bytes where rows allow; arithmetic is always fp32.
@@ -654,7 +655,7 @@ static void column_sum(Gpu *gpu, float *out, const float *partial, int64_t rows,
     LAUNCHED();
 }
 
-template <typename F> static void share_effective(Model<F> *m); // section 7
+template <typename F> static void share_effective(Model<F> *m); // Many GPUs, below
 template <typename F> static void sum_dgamma(Model<F> *m);
 
 template <typename F> static void reparameterize_forward(Model<F> *m) {
@@ -2720,7 +2721,7 @@ template <typename F> static void gpt_forward(Model<F> *m, const int32_t *inputs
     if (targets) { head_loss(m); }
 }
 
-template <typename F> static void sum_bucket(Model<F> *m, size_t bucket); // section 7
+template <typename F> static void sum_bucket(Model<F> *m, size_t bucket); // Many GPUs, below
 
 // Adds to dtheta~ (after gpt_zero_grad: writes) the gradients of the last gpt_forward, which must have had a grad_scale.
 template <typename F> static void gpt_backward(Model<F> *m) {
@@ -2802,7 +2803,7 @@ __global__ void clip_kernel(Stats *stats, float most) {
     stats->norm = (float)norm;
     stats->clip = !isfinite(norm) || !isfinite(stats->loss) ? NAN : most > 0 && norm > most ? (float)(most / norm) : 1.0f;
 }
-template <typename F> static void sum_stats(Model<F> *m); // section 7
+template <typename F> static void sum_stats(Model<F> *m); // Many GPUs, below
 template <typename F> static void share_theta(Model<F> *m);
 
 template <typename F> static void gradient_norm(Model<F> *m) {
@@ -2988,7 +2989,7 @@ template <typename F> static void optimizer_step(Model<F> *m, int64_t step, doub
 }
 
 // ----------------------------------------------------------------------------------------------------
-// 7. Many GPUs. Each has all of theta~ and of the gradients, and works on every world-th micro-batch of a step. In its last
+// Many GPUs. Each has all of theta~ and of the gradients, and works on every world-th micro-batch of a step. In its last
 // backward the gradients of a layer are summed over the GPUs as soon as they are whole, on a stream of their own, while the
 // layers below are still at work: a bucket a layer, the head first, the embedding last.
 //
@@ -3127,7 +3128,7 @@ static std::string peers_ranks(int process) {
 static void peers_judge(int process, const PeerSign *s) {
     if (strcmp(s->state, "failed") == 0) { FAIL("%s has failed, expected it to train on: it says why", peers_ranks(process).c_str()); }
     if (s->gpus != peers.mine.gpus || s->what != peers.mine.what) {
-        FAIL("%s has %llu GPUs and trains %016llx, expected %llu and %016llx as here: the same flags, data and checkpoint", peers_ranks(process).c_str(), (unsigned long long)s->gpus, (unsigned long long)s->what, (unsigned long long)peers.mine.gpus, (unsigned long long)peers.mine.what);
+        FAIL("%s has %s, expected the same as here", peers_ranks(process).c_str(), s->gpus != peers.mine.gpus ? "another number of GPUs" : "other flags or another checkpoint");
     }
 }
 
@@ -3382,8 +3383,8 @@ template <typename F> static void copy_state(Model<F> *m, int to_device) {
 
 static int device_count() {
     int count = 0;
-    CUDA_CHECK(cudaGetDeviceCount(&count));
-    if (count < 1) { FAIL("found no GPU, expected one"); }
+    cudaError_t status = cudaGetDeviceCount(&count);
+    if (status != cudaSuccess || count < 1) { FAIL("found no GPU that can be used (%s), expected one and its driver; train_gpt2 computes on the CPU", status == cudaSuccess ? "the driver counts none" : cudaGetErrorString(status)); }
     return count;
 }
 
@@ -3492,6 +3493,7 @@ template <typename F> static int check(Model<F> *m, Run *run) {
         differs |= !(error <= allowed);
         printf("%-40s %14.7g %14.7g %10.2e %10.0e%s\n", name, ours, theirs, error, allowed, error <= allowed ? "" : "  DIFFERS");
     };
+    printf("error: |GPU's gradient - CPU's| / |CPU's|, of a tensor; in the last two rows of the numbers themselves\n");
     printf("%-40s %14s %14s %10s %10s\n", "norm of the gradient of", "GPU", "CPU", "error", "allowed");
     double allowed = sizeof(F) == 2 ? CHECK_BF16 : CHECK_FP32, alpha = 0;
     std::vector<float> turn, ours;
@@ -3632,6 +3634,11 @@ static void machine_close() {
 // all mean the same run.
 static void machine_connect(const ::GPT *m, int64_t step) {
     int world = job.world();
+    if (job.process == 0) {
+        cudaDeviceProp properties;
+        CUDA_CHECK(cudaGetDeviceProperties(&properties, team.workers[0]->gpu.device));
+        printf("%s on %d GPU%s (%s)%s\n", is_bf16(&m->cfg) ? "bf16" : "fp32", world, world == 1 ? "" : "s", properties.name, m->cfg.zero && world > 1 ? ", theta and moments divided among them" : "");
+    }
     if (world == 1) { return; }
     ncclUniqueId id;
     char *listing = config_listing(&m->cfg, " ");
