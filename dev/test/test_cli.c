@@ -474,6 +474,10 @@ Test(cli, bad_combinations) {
     static const Case cases[] = {
         {"two lengths of a run", NULL, "train @ --steps 4 --tokens-per-param 1", "--steps|--tokens-per-param|both", 2, 0},
         {"no scales, heterogeneous", NULL, "train @ --norm-scale off --hg on", "--norm-scale off|--hg on|contradict", 2, 0},
+        {"no scales, a rate of their own", NULL, "train @ --norm-scale off --scale-lr 3", "--norm-scale off|--scale-lr|contradict", 2, 0},
+        {"final decay without wsd", NULL, "train @ --schedule linear --decay-frac 0.3", "--decay-frac|linear|wsd", 2, 0},
+        {"no GPU at all", NULL, "train @ --gpus 0", "--gpus|\"0\"|1 to 1024, or all", 2, 0},
+        {"a tokenizer that isn't there", NULL, "train @ --tokenizer nowhere.tiktoken", "--tokenizer nowhere.tiktoken|No such file", 1, 0},
         {"no scales, OR", NULL, "train @ --norm-scale off --reparam or", "--norm-scale off|--reparam|contradict", 2, 0},
         {"no scales, ER", NULL, "train @ --reparam er --norm-scale off", "--norm-scale off|--reparam|contradict", 2, 0},
         {"no scales, AP", NULL, "train @ --norm-scale off --placement ap", "--norm-scale off|--placement|contradict", 2, 0},
@@ -965,6 +969,13 @@ Test(cli, resume_into_another_folder) {
     cr_expect_str_eq(after, before, "the old run changed");
     free(before);
     free(after);
+}
+
+// What numbers a run computes with belongs to the run: a GPU's fp32 mustn't turn into bf16 where nobody said so.
+Test(cli, precision_lasts_across_a_resume) {
+    GOOD("train @ --steps 4 --stop-at 2 --precision fp32 --out run");
+    GOOD("train --resume run");
+    shell("grep -qx -e '--precision fp32' run/config.txt");
 }
 
 Test(cli, keep_keeps_the_newest) {
