@@ -119,7 +119,7 @@ done
 wait
 
 bad=0 caught=0
-printf '%-24s %-16s %-8s %s\n' mutant test verdict 'what the test said'
+printf '%-24s %-22s %-8s %s\n' mutant test verdict 'what the test said'
 for name in "${names[@]}"; do
     verdict=$(<"$out/$name/verdict") test=$(<"$out/$name/test")
     if [[ $name == control ]]; then
@@ -127,7 +127,7 @@ for name in "${names[@]}"; do
     elif [[ $verdict == caught ]]; then caught=$((caught + 1))
     else bad=1
     fi
-    printf '%-24s %-16s %-8s %.110s\n' "$name" "${test:-all}" "$verdict" "$(head -n 1 "$out/$name/message" 2>/dev/null || true)"
+    printf '%-24s %-22s %-8s %.110s\n' "$name" "${test:-all}" "$verdict" "$(head -n 1 "$out/$name/message" 2>/dev/null || true)"
 done
 echo "$caught of $((${#names[@]} - 1)) mutants caught, $((SECONDS - begin)) s"
 exit $bad
