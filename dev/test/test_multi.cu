@@ -324,7 +324,7 @@ Test(multi, processes_are_ranks, .init = make_root) { // 2 of 2 GPUs are one of 
 }
 
 Test(multi, processes_that_differ, .init = make_root) {
-    struct { const char *more, *expected; } cases[] = {{"--lr 0.002", "the same flags"}, {"--gpus 2", "GPUs and trains"}};
+    struct { const char *more, *expected; } cases[] = {{"--lr 0.002", "other flags or another checkpoint"}, {"--gpus 2", "another number of GPUs"}};
     for (auto &c : cases) {
         std::vector<pid_t> children = start_processes(2, "differ", "--total-batch 12 --stop-at 2 --timeout 60 --gpus 1", {"", c.more});
         std::string statuses;
@@ -352,7 +352,7 @@ Test(multi, wrong_flags, .init = make_root) {
         {"--gpus 8 --total-batch 4", 2, "such as 8"},
         {"--gpus all --total-batch 12", 2, "8 GPUs, such as 8 or 16"},
         {"--gpus 9 --total-batch 9", 1, "expected at most the 8"},
-        {"--gpus some --total-batch 8", 2, "whole number from 0 to 1024, or all"},
+        {"--gpus some --total-batch 8", 2, "whole number from 1 to 1024, or all"},
         {"--gpus 2 --total-batch 8 --zero 2", 2, "--zero"},
     };
     for (auto &c : cases) {
