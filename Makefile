@@ -180,7 +180,7 @@ $(BUILD)/nvcc/%.o: %.cu $(wildcard dev/cuda/*.h) train_gpt2.cu train_gpt2.c $(HE
 
 # AddressSanitizer and UBSan over the same tests, with a sanitized train_gpt2 under test_cli; then valgrind, where
 # it is installed, on a short training run. Criterion's own leaks keep leak checking for valgrind.
-# Of test_multi it runs a third: TEST_MULTI=all make test-sanitize for all of it.
+# Of test_multi it runs a shorter form, little more than half the work: TEST_MULTI=all make test-sanitize for all of it.
 test-sanitize: all
 	$(MAKE) BUILD=$(BUILD)/sanitize CFLAGS="-O1 $(SANITIZE)" EMU_OPT="-O1 $(SANITIZE) -g1" sanitized-tests
 	TEST_MULTI=$${TEST_MULTI:-brief} ASAN_OPTIONS=detect_leaks=0 TRAIN=$(BUILD)/sanitize/train_gpt2 dev/test/run.sh $(patsubst $(BUILD)/%,$(BUILD)/sanitize/%,$(TESTS) $(EMU_TESTS))
