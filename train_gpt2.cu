@@ -2398,6 +2398,8 @@ template <typename F> static Model<F> *gpt_allocate(::GPT *host, Gpu *gpu, int64
     clear(m->dgamma, m->num_gamma);
     clear(m->m, m->num_theta);
     clear(m->v, m->num_v);
+    clear(m->stats, 1); // the host reads all of it, also after a forward alone
+    clear(m->expert_tokens, host->cfg.layers * E);
     CUDA_CHECK(cudaMemcpyAsync(m->d_places, m->own.data(), m->own.size() * sizeof(Place), cudaMemcpyHostToDevice, gpu->stream));
     CUDA_CHECK(cudaMemcpyAsync(m->d_maps, m->own_maps.data(), m->own_maps.size() * sizeof(Map), cudaMemcpyHostToDevice, gpu->stream));
     if (!m->norm_spans.empty()) { CUDA_CHECK(cudaMemcpyAsync(m->d_spans, m->norm_spans.data(), m->norm_spans.size() * sizeof(Span), cudaMemcpyHostToDevice, gpu->stream)); }
