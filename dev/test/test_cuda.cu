@@ -4,10 +4,10 @@
 #include "../../train_gpt2.cu"
 #include <criterion/criterion.h>
 
-TestSuite(gradients_fp32, .timeout = 300);
-TestSuite(gradients_bf16, .timeout = 300);
-TestSuite(steps, .timeout = 300);
-TestSuite(model, .timeout = 300);
+TestSuite(gradients_fp32, .timeout = 1800);
+TestSuite(gradients_bf16, .timeout = 1800);
+TestSuite(steps, .timeout = 1800);
+TestSuite(model, .timeout = 1800);
 
 static void config_from(Config *cfg, const char *flags) {
     const char *argv[96] = {"test"};
