@@ -99,17 +99,22 @@ static double item_time(const Item *item, const Hardware *gpu) {
     return (busy > moving ? busy : moving) + item->launches * LAUNCH;
 }
 
+// The flags of train_gpt2; V is 50304 unless given.
+static void read_config(Config *cfg, const char *program, int argc, const char *const *argv) {
+    memset(cfg, 0, sizeof *cfg);
+    config_defaults(cfg);
+    config_parse_flags(cfg, argc, argv);
+    presets_apply(cfg);
+    config_resolve(cfg);
+    if (cfg->vocab == 0) { cfg->vocab = 50304; }
+    if (cfg->experts) { USAGE("%s: found --experts %d, expected a dense model", program, cfg->experts); }
+}
+
 // One model: a line a kernel, and the sum on each machine.
 static void roofline(int argc, const char *const *argv) {
     Config cfg;
     GPT m;
-    memset(&cfg, 0, sizeof cfg);
-    config_defaults(&cfg);
-    config_parse_flags(&cfg, argc, argv);
-    presets_apply(&cfg);
-    config_resolve(&cfg);
-    if (cfg.vocab == 0) { cfg.vocab = 50304; }
-    if (cfg.experts) { USAGE("roofline: found --experts %d, expected a dense model", cfg.experts); }
+    read_config(&cfg, "roofline", argc, argv);
     gpt_build(&m, &cfg);
     int micro = cfg.total_batch / cfg.batch;
     num_items = 0;

@@ -85,13 +85,7 @@ static Scaling predict(const GPT *m, int gpus, int machines) {
 static void scaling(int gpus, int machines, int argc, const char *const *argv) {
     Config cfg;
     GPT m;
-    memset(&cfg, 0, sizeof cfg);
-    config_defaults(&cfg);
-    config_parse_flags(&cfg, argc, argv);
-    presets_apply(&cfg);
-    config_resolve(&cfg);
-    if (cfg.vocab == 0) { cfg.vocab = 50304; }
-    if (cfg.experts) { USAGE("scaling: found --experts %d, expected a dense model", cfg.experts); }
+    read_config(&cfg, "scaling", argc, argv);
     if (cfg.total_batch % (cfg.batch * gpus * machines)) { USAGE("scaling: found --total-batch %d, expected a multiple of --batch times %d GPUs", cfg.total_batch, gpus * machines); }
     gpt_build(&m, &cfg);
     settle_steps(&m);

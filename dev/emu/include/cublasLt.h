@@ -54,12 +54,10 @@ typedef cublasLtMatmulPreferenceOpaque_t *cublasLtMatmulPreference_t;
 
 namespace emu {
 [[gnu::format(printf, 3, 4)]] inline cublasStatus_t refuse_blas(cublasStatus_t status, const char *call, const char *format, ...) {
-    char what[500];
     va_list args;
     va_start(args, format);
-    vsnprintf(what, sizeof what, format, args);
+    say_why(call, format, args);
     va_end(args);
-    fprintf(stderr, "emu: %s: %s\n", call, what);
     return status;
 }
 template <typename T> cublasStatus_t set_field(const char *call, T &field, const void *value, size_t bytes) {

@@ -91,14 +91,17 @@ inline int stream_device(cudaStream_t stream) { return stream && (uintptr_t)stre
 
 namespace emu {
 inline constinit thread_local cudaError_t last_error = cudaSuccess;
+inline void say_why(const char *call, const char *format, va_list args) {
+    char what[1000];
+    vsnprintf(what, sizeof what, format, args);
+    fprintf(stderr, "emu: %s: %s\n", call, what);
+}
 // A call that the real API refuses: says why, and returns the real error.
 [[gnu::format(printf, 3, 4)]] inline cudaError_t refuse(cudaError_t error, const char *call, const char *format, ...) {
-    char what[1000];
     va_list args;
     va_start(args, format);
-    vsnprintf(what, sizeof what, format, args);
+    say_why(call, format, args);
     va_end(args);
-    fprintf(stderr, "emu: %s: %s\n", call, what);
     return last_error = error;
 }
 inline int device_count() {

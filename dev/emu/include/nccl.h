@@ -265,12 +265,10 @@ inline ncclResult_t submit(Job job) {
     return ncclSuccess;
 }
 [[gnu::format(printf, 2, 3)]] inline ncclResult_t refuse_nccl(const char *call, const char *format, ...) {
-    char what[500];
     va_list args;
     va_start(args, format);
-    vsnprintf(what, sizeof what, format, args);
+    say_why(call, format, args);
     va_end(args);
-    fprintf(stderr, "emu: %s: %s\n", call, what);
     return ncclInvalidArgument;
 }
 inline ncclResult_t call_nccl(Collective kind, const void *send, void *recv, size_t count, int type, int op, int peer, ncclComm *comm, cudaStream_t stream) {
