@@ -1139,7 +1139,10 @@ static inline __attribute__((always_inline)) void pack(real *dst, const real *sr
             if (step == 1 && n - p >= W)
                 for (int i = 0; i < W; i += 4) { // few lines at a time: when they are 4096 bytes apart, L1 can hold but 8
                     const int i4 = i < W - 4 ? i : W - 4;
-                    for (k = 0; k + 4 <= kc; k += 4) transpose4(d + k * W + i4, W, s + i4 * line + k, line);
+                    for (k = 0; k + 4 <= kc; k += 4) {
+                        __builtin_prefetch(s + (W + i4 + k / 4 % 4) * line + k); // the same place in the next panel
+                        transpose4(d + k * W + i4, W, s + i4 * line + k, line);
+                    }
                 }
             for (; k < kc; k++)
                 for (int i = 0; i < W; i++) d[k * W + i] = i < n - p ? s[i * line + k * step] : 0;
