@@ -441,11 +441,13 @@ static const Preset *find_preset(const Preset *presets, int count, const char *n
     USAGE("%s: found \"%.*s\", expected one of: %s", where, (int)n, name, known);
 }
 
+static int given(const Config *cfg, const char *name) { return cfg->source[find_option(name)] == FROM_FLAG; }
+
 static void presets_apply(Config *cfg) {
-    if (cfg->model[0]) {
+    if (cfg->model[0] || given(cfg, "model")) {
         preset_apply(cfg, find_preset(model_presets, COUNT(model_presets), cfg->model, strlen(cfg->model), "--model"), FROM_MODEL, "--model");
     }
-    if (!cfg->variant[0]) { return; }
+    if (!cfg->variant[0] && !given(cfg, "variant")) { return; }
     static const char *const governed[] = {"norm-scale", "hg", "placement", "reparam", "wd-scale"};
     for (int i = 0; i < COUNT(governed); i++) { // a variant says it all: nothing of a checkpoint's shines through
         int index = find_option(governed[i]);
@@ -500,8 +502,6 @@ static void config_parse_flags(Config *cfg, int argc, const char *const *argv) {
     }
 }
 
-static int given(const Config *cfg, const char *name) { return cfg->source[find_option(name)] == FROM_FLAG; }
-
 // Fills in the values that depend on others and refuses contradictions. V may stay 0 until the data is open.
 static void config_resolve(Config *cfg) {
     char text[64];
@@ -530,6 +530,14 @@ static void config_resolve(Config *cfg) {
     if (cfg->total_batch % cfg->batch != 0) { USAGE("--total-batch %d --batch %d: expected total-batch to be a multiple of batch", cfg->total_batch, cfg->batch); }
     if (cfg->schedule == SCHEDULE_WSD && cfg->warmup + cfg->decay_frac > 1) { USAGE("--warmup %g --decay-frac %g: expected shares that sum to at most 1", cfg->warmup, cfg->decay_frac); }
     if (given(cfg, "decay-frac") && cfg->schedule != SCHEDULE_WSD) { USAGE("--decay-frac: found with --schedule %s, expected --schedule wsd, the one that has a final decay", option_text(cfg, find_option("schedule"), text, sizeof text)); }
+    enum { BY_ADAMW = 1 << OPTIMIZER_ADAMW | 1 << OPTIMIZER_MUON, BY_MUON = 1 << OPTIMIZER_MUON, BY_SGD = 1 << OPTIMIZER_SGD }; // Muon leaves vectors to AdamW
+    static const struct { const char *flag; int optimizers; } of_optimizers[] = {{"beta1", BY_ADAMW}, {"beta2", BY_ADAMW}, {"eps", BY_ADAMW}, {"muon-momentum", BY_MUON}, {"sgd-momentum", BY_SGD}};
+    for (int i = 0; i < COUNT(of_optimizers); i++) {
+        int index = find_option(of_optimizers[i].flag);
+        if (given(cfg, options[index].name) && !(of_optimizers[i].optimizers >> cfg->optimizer & 1)) {
+            USAGE("--%s: found with --optimizer %s, which has none, expected another optimizer (%s)", options[index].name, option_text(cfg, find_option("optimizer"), text, sizeof text), options[index].help);
+        }
+    }
     if (!cfg->norm_scale) {
         if (given(cfg, "scale-lr")) { USAGE("--norm-scale off and --scale-lr contradict each other: there is no scale vector to train"); }
         if (cfg->hg) { USAGE("--norm-scale off and --hg on contradict each other: there is no scale vector to make heterogeneous"); }
@@ -544,6 +552,10 @@ static void config_resolve(Config *cfg) {
     if (cfg->export_dir[0] && !cfg->resume[0] && !cfg->import_dir[0]) { USAGE("--export: found without --resume, expected --resume RUN or --import hf DIR, the model to export"); }
     if (cfg->export_dir[0] && cfg->estimate) { USAGE("--export and --estimate: found both, expected one: an estimate loads no model"); }
     if (given(cfg, "prompt") && cfg->sample == 0 && cfg->sample_every == 0) { USAGE("--prompt: found without --sample or --sample-every, expected one of them: it is where samples begin"); }
+    for (int i = 0; i < 2; i++) {
+        const char *flag = i ? "sample-top-k" : "temperature";
+        if (given(cfg, flag) && cfg->sample == 0 && cfg->sample_every == 0) { USAGE("--%s: found without --sample or --sample-every, expected one of them: only samples have it", flag); }
+    }
     if (cfg->export_dir[0] && cfg->sample > 0) { USAGE("--export and --sample: found both, expected one: neither trains"); }
     if (given(cfg, "threads") && cfg->threads > 1) {
 #ifndef _OPENMP
@@ -2328,10 +2340,10 @@ struct DataLoader {
     uint32_t fingerprint;    // of the first tokens of each shard and their number
 };
 
-static void shard_map(Shard *shard, char *path, int64_t begin, int *vocab) {
+static void shard_map(Shard *shard, char *path, const char *flag, int64_t begin, int *vocab) {
     struct stat info;
     int fd = open(path, O_RDONLY | O_NONBLOCK); // O_NONBLOCK: don't wait for the writer of a named pipe
-    if (fd < 0 || fstat(fd, &info) != 0) { FAIL("%s: cannot open: %s; expected a token shard (make data)", path, strerror(errno)); }
+    if (fd < 0 || fstat(fd, &info) != 0) { FAIL("%s %s: cannot open: %s; expected a token shard (make data)", flag, path, strerror(errno)); }
     if (S_ISDIR(info.st_mode)) { FAIL("%s: found a directory, expected a token shard, a list or a quoted glob", path); }
     if (info.st_size < SHARD_HEADER_BYTES) { FAIL("%s: found %lld bytes, expected a token shard with a header of %d bytes", path, (long long)info.st_size, SHARD_HEADER_BYTES); }
     void *map = mmap(NULL, (size_t)info.st_size, PROT_READ, MAP_SHARED, fd, 0);
@@ -2370,7 +2382,7 @@ static void loader_open(DataLoader *d, const char *pattern, const char *flag, in
             d->shards = (Shard *)realloc(d->shards, (size_t)(d->num_shards + 1) * sizeof(Shard));
             if (!d->shards) { FAIL("out of memory"); }
             Shard *shard = &d->shards[d->num_shards++];
-            shard_map(shard, text_format("%s", found.gl_pathv[i]), d->total, &d->vocab);
+            shard_map(shard, text_format("%s", found.gl_pathv[i]), flag, d->total, &d->vocab);
             d->total += shard->count;
             int64_t head = shard->count < 32768 ? shard->count : 32768;
             d->fingerprint = (uint32_t)crc32_z(d->fingerprint, (const unsigned char *)shard->tokens, (size_t)head * 2);
@@ -3569,7 +3581,7 @@ static void train_step(GPT *m, Run *run) {
 
 static void train(GPT *m, Run *run) {
     const Config *cfg = &m->cfg;
-    int64_t end = cfg->stop_at > 0 && cfg->stop_at < cfg->steps ? cfg->stop_at : cfg->steps;
+    int64_t end = cfg->stop_at > 0 ? cfg->stop_at : cfg->steps;
     if (run->state.step >= end) {
         printf("nothing to do: the run stands at step %lld, its end is %lld (set by --%s)\n", (long long)run->state.step, (long long)end, end == cfg->steps ? "steps" : "stop-at");
         return;
@@ -3723,6 +3735,7 @@ static int train_main(int argc, char **argv) {
     if (training && cfg.log_norms && !cfg.estimate && !run.has_val) { USAGE("--log-norms: found no validation data, expected some: norms are logged at validations"); }
     gpt_build(&model, &cfg);
     settle_steps(&model);
+    if (cfg.stop_at > model.cfg.steps) { USAGE("--stop-at: found %lld, expected at most the %lld steps of the schedule", (long long)cfg.stop_at, (long long)model.cfg.steps); }
     if (cfg.estimate) { print_estimate(&model); return finish(); }
     if (given(&cfg, "tokenizer") && strcmp(cfg.tokenizer, "auto") != 0 && strcmp(cfg.tokenizer, "bytes") != 0 && access(cfg.tokenizer, R_OK) != 0) {
         FAIL("--tokenizer %s: cannot read: %s", cfg.tokenizer, strerror(errno)); // now, not at a sample hours later

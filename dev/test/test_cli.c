@@ -510,6 +510,14 @@ Test(cli, bad_combinations) {
         {"vocabulary below the data's", NULL, "train @ --vocab 63", "--vocab|found 63|at least the 64|train_1.bin", 2, 0},
         {"a sample of no model", NULL, "train @ --sample 5", "--sample|--resume", 2, 0},
         {"too large for any memory", NULL, "train @ --layers 1024 --channels 65536 --heads 256 --hidden 1048576", "GiB|machine|--estimate", 1, 0},
+        {"a momentum that AdamW lacks", NULL, "train @ --muon-momentum 0.9", "--muon-momentum|--optimizer adamw", 2, 0},
+        {"SGD's momentum with Muon", NULL, "train @ --optimizer muon --sgd-momentum 0.9", "--sgd-momentum|--optimizer muon", 2, 0},
+        {"a beta that SGD lacks", NULL, "train @ --optimizer sgd --beta1 0.8", "--beta1|--optimizer sgd", 2, 0},
+        {"temperature without samples", NULL, "train @ --temperature 1", "--temperature|--sample-every", 2, 0},
+        {"sample-top-k without samples", NULL, "train @ --sample-top-k 5", "--sample-top-k|--sample-every", 2, 0},
+        {"a stop beyond the end", NULL, "train @ --steps 3 --stop-at 4", "--stop-at|found 4|at most|3 steps", 2, 0},
+        {"empty --model", NULL, "train @ --model ''", "--model|\"\"|tiny", 2, 0},
+        {"empty --variant", NULL, "train @ --variant ''", "--variant|\"\"|unified", 2, 0},
         {"empty --out", NULL, "train @ --out ''", "--out|folder", 2, 0},
         {"empty --resume", NULL, "train @ --resume ''", "--resume|run", 2, 0},
         {"empty --data", NULL, "train @ --data ''", "--data|\"\"|shards", 2, 0},
@@ -520,7 +528,8 @@ Test(cli, bad_combinations) {
 
 Test(cli, bad_data) {
     static const Case cases[] = { // a header: magic, version, tokens, vocabulary, each an int32; tokens from byte 1024
-        {"missing file", NULL, "train @ --data none.bin", "none.bin|No such file|shard", 1, 0},
+        {"missing file", NULL, "train @ --data none.bin", "--data none.bin|No such file|shard", 1, 0},
+        {"missing validation file", NULL, "train @ --val-data none.bin", "--val-data none.bin|No such file|shard", 1, 0},
         {"a glob of nothing", NULL, "train @ --data nothing_*.bin", "nothing_*.bin|No such file|shard", 1, 0},
         {"missing file in a list", NULL, "train @ --data train_1.bin,none.bin", "none.bin|No such file", 1, 0},
         {"empty item in a list", NULL, "train @ --data train_1.bin,,train_2.bin", "--data|train_1.bin,,train_2.bin|shard", 2, 0},
