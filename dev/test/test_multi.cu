@@ -145,11 +145,10 @@ static int brief() { return asked_for("brief"); }
 // ----------------------------------------------------------------------------------------------------
 // Who owns what
 
-static void build(::GPT *m, const char *model, const char *more = "") {
+static void build(::GPT *m, std::string flags) {
     static Config cfg;
-    std::vector<std::string> words = {"train_gpt2cu", "--model", model};
-    std::string text = more;
-    for (char *w = strtok(&text[0], " "); w; w = strtok(NULL, " ")) { words.push_back(w); }
+    std::vector<std::string> words = {"train_gpt2cu"};
+    for (char *w = strtok(&flags[0], " "); w; w = strtok(NULL, " ")) { words.push_back(w); }
     std::vector<const char *> argv;
     for (std::string &w : words) { argv.push_back(w.c_str()); }
     config_defaults(&cfg);
@@ -163,7 +162,7 @@ Test(multi, every_row_has_one_owner) {
     for (const char *model : {"0.12b", "moe-0.25b"}) {
         for (int world : {1, 2, 3, 8}) {
             static ::GPT host;
-            build(&host, model, "--variant unified");
+            build(&host, std::string("--variant unified --model ") + model);
             gpu::Model<gpu::bf16> m = {};
             m.host = &host;
             gpu::layout_places(&m);
@@ -188,7 +187,7 @@ Test(multi, every_row_has_one_owner) {
 // theta, moments and, in what Linux counts as virtual GPUs' memory, all that is allocated: 1/N, but for scale vectors
 Test(multi, optimizer_memory_falls) {
     static ::GPT host;
-    build(&host, "0.12b", "--variant unified --zero 1");
+    build(&host, "--model 0.12b --variant unified --zero 1");
     MemoryUse one = gpu::gpt_estimate_memory<gpu::bf16>(&host, 8, 1024, 1);
     for (int world : {2, 3, 4, 8}) {
         MemoryUse use = gpu::gpt_estimate_memory<gpu::bf16>(&host, 8, 1024, world);
@@ -200,7 +199,7 @@ Test(multi, optimizer_memory_falls) {
     }
     setenv("CUDA_EMU_DEVICES", "4", 1);
     static ::GPT small;
-    build(&small, "", "--layers 2 --channels 64 --heads 2 --vocab 512 --seq-len 4 --zero 1 --precision fp32");
+    build(&small, "--layers 2 --channels 64 --heads 2 --vocab 512 --seq-len 4 --zero 1 --precision fp32");
     size_t before, after, all;
     CUDA_CHECK(cudaMemGetInfo(&before, &all));
     gpu::Gpu g = {};
