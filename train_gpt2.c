@@ -366,7 +366,7 @@ static void option_set(Config *cfg, int index, const char *text, enum Source sou
     }
     case TYPE_PLACEMENT: placement_parse((int *)field, text, source, where); break;
     case TYPE_FORMAT_DIR: // "hf DIR": the field is DIR
-        if (text[0] && (strncmp(text, "hf ", 3) != 0 || !text[3])) { BAD_VALUE(source, "%s: found \"%s\", expected a format and a folder: hf DIR", where, text); }
+        if ((text[0] || source == FROM_FLAG) && (strncmp(text, "hf ", 3) != 0 || !text[3])) { BAD_VALUE(source, "%s: found \"%s\", expected a format and a folder: hf DIR", where, text); }
         *(const char **)field = config_text(text[0] ? text + 3 : text);
         break;
     case TYPE_TEXT: {
@@ -530,16 +530,19 @@ static void config_resolve(Config *cfg) {
     if (cfg->total_batch % cfg->batch != 0) { USAGE("--total-batch %d --batch %d: expected total-batch to be a multiple of batch", cfg->total_batch, cfg->batch); }
     if (cfg->schedule == SCHEDULE_WSD && cfg->warmup + cfg->decay_frac > 1) { USAGE("--warmup %g --decay-frac %g: expected shares that sum to at most 1", cfg->warmup, cfg->decay_frac); }
     if (given(cfg, "decay-frac") && cfg->schedule != SCHEDULE_WSD) { USAGE("--decay-frac: found with --schedule %s, expected --schedule wsd, the one that has a final decay", option_text(cfg, find_option("schedule"), text, sizeof text)); }
-    enum { BY_ADAMW = 1 << OPTIMIZER_ADAMW | 1 << OPTIMIZER_MUON, BY_MUON = 1 << OPTIMIZER_MUON, BY_SGD = 1 << OPTIMIZER_SGD }; // Muon leaves vectors to AdamW
-    static const struct { const char *flag; int optimizers; } of_optimizers[] = {{"beta1", BY_ADAMW}, {"beta2", BY_ADAMW}, {"eps", BY_ADAMW}, {"muon-momentum", BY_MUON}, {"sgd-momentum", BY_SGD}};
+    enum { ADAMW = 1 << OPTIMIZER_ADAMW | 1 << OPTIMIZER_MUON, MUON = 1 << OPTIMIZER_MUON, SGD = 1 << OPTIMIZER_SGD }; // Muon leaves vectors to AdamW
+    static const struct { const char *flag; int optimizers; const char *names; } of_optimizers[] = {
+        {"beta1", ADAMW, "adamw or muon"}, {"beta2", ADAMW, "adamw or muon"}, {"eps", ADAMW, "adamw or muon"}, {"muon-momentum", MUON, "muon"}, {"sgd-momentum", SGD, "sgd"},
+    };
     for (int i = 0; i < COUNT(of_optimizers); i++) {
-        int index = find_option(of_optimizers[i].flag);
-        if (given(cfg, options[index].name) && !(of_optimizers[i].optimizers >> cfg->optimizer & 1)) {
-            USAGE("--%s: found with --optimizer %s, which has none, expected another optimizer (%s)", options[index].name, option_text(cfg, find_option("optimizer"), text, sizeof text), options[index].help);
+        if (given(cfg, of_optimizers[i].flag) && !(of_optimizers[i].optimizers >> cfg->optimizer & 1)) {
+            USAGE("--%s: found with --optimizer %s, expected %s, whose flag it is", of_optimizers[i].flag, option_text(cfg, find_option("optimizer"), text, sizeof text), of_optimizers[i].names);
         }
     }
+    if (given(cfg, "final-lr-frac") && cfg->schedule == SCHEDULE_CONSTANT) { USAGE("--final-lr-frac: found with --schedule constant, expected another: this one keeps its rate"); }
     if (!cfg->norm_scale) {
         if (given(cfg, "scale-lr")) { USAGE("--norm-scale off and --scale-lr contradict each other: there is no scale vector to train"); }
+        if (given(cfg, "wd-scale")) { USAGE("--norm-scale off and --wd-scale contradict each other: there is no scale vector to decay"); }
         if (cfg->hg) { USAGE("--norm-scale off and --hg on contradict each other: there is no scale vector to make heterogeneous"); }
         if (cfg->reparam) { USAGE("--norm-scale off and --reparam or|er contradict each other: there is no scale vector to reparameterize"); }
         for (int s = 0; s < NUM_SITES; s++) {
@@ -552,9 +555,13 @@ static void config_resolve(Config *cfg) {
     if (cfg->export_dir[0] && !cfg->resume[0] && !cfg->import_dir[0]) { USAGE("--export: found without --resume, expected --resume RUN or --import hf DIR, the model to export"); }
     if (cfg->export_dir[0] && cfg->estimate) { USAGE("--export and --estimate: found both, expected one: an estimate loads no model"); }
     if (given(cfg, "prompt") && cfg->sample == 0 && cfg->sample_every == 0) { USAGE("--prompt: found without --sample or --sample-every, expected one of them: it is where samples begin"); }
-    for (int i = 0; i < 2; i++) {
-        const char *flag = i ? "sample-top-k" : "temperature";
-        if (given(cfg, flag) && cfg->sample == 0 && cfg->sample_every == 0) { USAGE("--%s: found without --sample or --sample-every, expected one of them: only samples have it", flag); }
+    static const char *const of_samples[] = {"temperature", "sample-top-k"}, *const of_training[] = {"stop-at", "sample-every"};
+    for (int i = 0; i < COUNT(of_samples); i++) {
+        if (given(cfg, of_samples[i]) && cfg->sample == 0 && cfg->sample_every == 0) { USAGE("--%s: found without --sample or --sample-every, expected one of them: only samples have it", of_samples[i]); }
+    }
+    const char *instead = cfg->sample > 0 ? "sample" : cfg->export_dir[0] ? "export" : cfg->estimate ? "estimate" : NULL;
+    for (int i = 0; i < COUNT(of_training); i++) {
+        if (given(cfg, of_training[i]) && instead) { USAGE("--%s and --%s: found both, expected one: the latter doesn't train", of_training[i], instead); }
     }
     if (cfg->export_dir[0] && cfg->sample > 0) { USAGE("--export and --sample: found both, expected one: neither trains"); }
     if (given(cfg, "threads") && cfg->threads > 1) {
@@ -1031,7 +1038,7 @@ static inline real exp_fast(real xr) {
 // matrix, or a column slice of a wider one, is the same memory with other strides. Training needs
 //     forward          out (BT,OC) = inp (BT,C) · W (OC,C)^T
 //     input gradient  dinp (BT,C)  = dout (BT,OC) · W (OC,C)
-//     weight gradient   dW (OC,C) += dout (BT,OC)^T · inp (BT,C)
+//     weight gradient   dW (OC,C) += dout (BT,OC)^T · inp (BT,C)    (= in a step's first backward)
 //
 // The plain triple loop loads two numbers for every multiply-add, and a core can do many more
 // multiply-adds than loads. So (after Goto and van de Geijn, 2008) each load is made to count:
@@ -1126,8 +1133,9 @@ static inline void transpose4(real *dst, int64_t W, const real *src, int64_t lin
     *(vec4_u *)dst = k0, *(vec4_u *)(dst + W) = k1, *(vec4_u *)(dst + 2 * W) = k2, *(vec4_u *)(dst + 3 * W) = k3;
 }
 
-// Pack n lines of kc numbers, W lines to a panel, with zeros where the last panel has fewer:
-//     panel[k * W + i] = src[i * line + k * step]
+// Pack n lines of kc numbers, W lines to a panel, with zeros where the last panel has fewer. From line to line
+// of src it is `line` numbers, from one number of a line to the next `step`. Panel p (from line p W on) lies at dst + p W kc:
+//     panel[k * W + i] = src[(p * W + i) * line + k * step]
 static inline __attribute__((always_inline)) void pack(real *dst, const real *src, int64_t line, int64_t step,
                                                        int64_t n, int64_t kc, const int W) {
     int64_t packed = 0;
@@ -1149,10 +1157,10 @@ static inline __attribute__((always_inline)) void pack(real *dst, const real *sr
             const real *s = src + p * line;
             int64_t k = 0;
             if (step == 1 && n - p >= W)
-                for (int i = 0; i < W; i += 4) { // few lines at a time: when they are 4096 bytes apart, L1 can hold but 8
+                for (int i = 0; i < W; i += 4) { // few lines at a time: when they are 4096 bytes apart, an L1 of 8 ways can hold but 8
                     const int i4 = i < W - 4 ? i : W - 4;
                     for (k = 0; k + 4 <= kc; k += 4) {
-                        __builtin_prefetch(s + (W + i4 + k / 4 % 4) * line + k); // the same place in the next panel
+                        __builtin_prefetch(s + (W + i4 + k / 4 % 4) * line + k); // the next panel: one of 4 lines at a time, for a cache line holds 16 numbers
                         transpose4(d + k * W + i4, W, s + i4 * line + k, line);
                     }
                 }
@@ -2344,18 +2352,18 @@ static void shard_map(Shard *shard, char *path, const char *flag, int64_t begin,
     struct stat info;
     int fd = open(path, O_RDONLY | O_NONBLOCK); // O_NONBLOCK: don't wait for the writer of a named pipe
     if (fd < 0 || fstat(fd, &info) != 0) { FAIL("%s %s: cannot open: %s; expected a token shard (make data)", flag, path, strerror(errno)); }
-    if (S_ISDIR(info.st_mode)) { FAIL("%s: found a directory, expected a token shard, a list or a quoted glob", path); }
-    if (info.st_size < SHARD_HEADER_BYTES) { FAIL("%s: found %lld bytes, expected a token shard with a header of %d bytes", path, (long long)info.st_size, SHARD_HEADER_BYTES); }
+    if (S_ISDIR(info.st_mode)) { FAIL("%s %s: found a directory, expected a token shard, a list or a quoted glob", flag, path); }
+    if (info.st_size < SHARD_HEADER_BYTES) { FAIL("%s %s: found %lld bytes, expected a token shard with a header of %d bytes", flag, path, (long long)info.st_size, SHARD_HEADER_BYTES); }
     void *map = mmap(NULL, (size_t)info.st_size, PROT_READ, MAP_SHARED, fd, 0);
-    if (map == MAP_FAILED) { FAIL("%s: cannot map: %s", path, strerror(errno)); }
+    if (map == MAP_FAILED) { FAIL("%s %s: cannot map: %s", flag, path, strerror(errno)); }
     close(fd);
     const int32_t *header = (const int32_t *)map;
-    if (header[0] != SHARD_MAGIC) { FAIL("%s: found magic number %d, expected %d, a token shard", path, header[0], SHARD_MAGIC); }
-    if (header[1] != SHARD_VERSION) { FAIL("%s: found version %d, expected %d", path, header[1], SHARD_VERSION); }
+    if (header[0] != SHARD_MAGIC) { FAIL("%s %s: found magic number %d, expected %d, a token shard", flag, path, header[0], SHARD_MAGIC); }
+    if (header[1] != SHARD_VERSION) { FAIL("%s %s: found version %d, expected %d", flag, path, header[1], SHARD_VERSION); }
     if (header[2] < 0 || info.st_size != SHARD_HEADER_BYTES + 2 * (int64_t)header[2]) {
-        FAIL("%s: found %lld bytes, expected %lld for the %d tokens its header names", path, (long long)info.st_size, SHARD_HEADER_BYTES + 2 * (long long)header[2], header[2]);
+        FAIL("%s %s: found %lld bytes, expected %lld for the %d tokens its header names", flag, path, (long long)info.st_size, SHARD_HEADER_BYTES + 2 * (long long)header[2], header[2]);
     }
-    if (header[3] < 0 || header[3] > 65536) { FAIL("%s: found vocabulary size %d, expected 0 to 65536", path, header[3]); }
+    if (header[3] < 0 || header[3] > 65536) { FAIL("%s %s: found vocabulary size %d, expected 0 to 65536", flag, path, header[3]); }
     if (header[3] > *vocab) { *vocab = header[3]; }
     shard->path = path;
     shard->tokens = (const uint16_t *)map + SHARD_HEADER_BYTES / 2;
@@ -3375,11 +3383,17 @@ static void sample_print(GPT *m, const Tokenizer *tokenizer, int64_t count, uint
 
 // The tokenizer of --tokenizer. auto: the one *.tiktoken file beside the data, else bytes where V is 256.
 // Returns 0 where there is none.
+// Length of the folder's name, with its slash, in --data; of a list in its first item.
+static int data_folder(const Config *cfg) {
+    int length = (int)strcspn(cfg->data, ",");
+    while (length > 0 && cfg->data[length - 1] != '/') { length--; }
+    return length;
+}
+
 static int tokenizer_open(Tokenizer *tokenizer, const Config *cfg) {
     if (strcmp(cfg->tokenizer, "bytes") == 0) { tokenizer_bytes(tokenizer); return 1; }
     if (strcmp(cfg->tokenizer, "auto") != 0) { tokenizer_load(tokenizer, cfg->tokenizer); return 1; }
-    const char *slash = strrchr(cfg->data, '/');
-    char *pattern = text_format("%.*s*.tiktoken", slash ? (int)(slash - cfg->data) + 1 : 0, cfg->data);
+    char *pattern = text_format("%.*s*.tiktoken", data_folder(cfg), cfg->data);
     glob_t found;
     int one = glob(pattern, 0, NULL, &found) == 0 && found.gl_pathc == 1;
     if (one) { tokenizer_load(tokenizer, found.gl_pathv[0]); globfree(&found); }
@@ -3443,7 +3457,7 @@ static void print_estimate(GPT *m) {
     printf("run          %14.3g  tokens in %lld steps: %.3g FLOPs, %.2f tokens a parameter used\n", tokens, (long long)m->cfg.steps, tokens * flops_per_token(m), tokens / (double)active);
 }
 
-// Every option with its value, in a few wrapped lines.
+// Every option with its value, as flags, with a separator between them.
 static char *config_listing(const Config *cfg, const char *separator) {
     char *all = text_format("%s", ""), value[4400];
     for (int i = 0; i < NUM_OPTIONS; i++) {
@@ -3637,7 +3651,8 @@ static void open_data(Config *cfg, Run *run) {
     char *pattern = NULL;
     if (strcmp(cfg->val_data, "none") == 0) { return; }
     if (strcmp(cfg->val_data, "auto") == 0) {
-        const char *slash = strrchr(cfg->data, '/'), *name = slash ? slash + 1 : cfg->data, *word = strstr(name, "train");
+        const char *name = cfg->data + data_folder(cfg), *word = strstr(name, "train");
+        if (word && memchr(name, ',', (size_t)(word - name))) { word = NULL; } // that of another file in the list
         pattern = text_format("%.*sval_*.bin", word ? (int)(word - cfg->data) : 0, cfg->data);
         glob_t found;
         int missing = !word || glob(pattern, 0, NULL, &found) != 0;
@@ -3712,6 +3727,7 @@ static int train_main(int argc, char **argv) {
     config_parse_flags(&cfg, argc, (const char *const *)argv);
     if (cfg.help) { print_help(); return finish(); }
     if (!cfg.out[0]) { USAGE("--out: found \"\", expected a folder"); }
+    if (!cfg.tokenizer[0]) { USAGE("--tokenizer: found \"\", expected a rank file, bytes or auto"); }
     if (given(&cfg, "resume") && !cfg.resume[0]) { USAGE("--resume: found \"\", expected a run's folder or a checkpoint"); }
     if (cfg.resume[0] && cfg.import_dir[0]) { USAGE("--resume and --import: found both, expected one: each says which model to begin with"); }
     if (cfg.resume[0]) {

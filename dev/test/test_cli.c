@@ -510,12 +510,19 @@ Test(cli, bad_combinations) {
         {"vocabulary below the data's", NULL, "train @ --vocab 63", "--vocab|found 63|at least the 64|train_1.bin", 2, 0},
         {"a sample of no model", NULL, "train @ --sample 5", "--sample|--resume", 2, 0},
         {"too large for any memory", NULL, "train @ --layers 1024 --channels 65536 --heads 256 --hidden 1048576", "GiB|machine|--estimate", 1, 0},
-        {"a momentum that AdamW lacks", NULL, "train @ --muon-momentum 0.9", "--muon-momentum|--optimizer adamw", 2, 0},
+        {"a momentum that AdamW lacks", NULL, "train @ --muon-momentum 0.9", "--muon-momentum|--optimizer adamw|expected muon", 2, 0},
         {"SGD's momentum with Muon", NULL, "train @ --optimizer muon --sgd-momentum 0.9", "--sgd-momentum|--optimizer muon", 2, 0},
         {"a beta that SGD lacks", NULL, "train @ --optimizer sgd --beta1 0.8", "--beta1|--optimizer sgd", 2, 0},
         {"temperature without samples", NULL, "train @ --temperature 1", "--temperature|--sample-every", 2, 0},
         {"sample-top-k without samples", NULL, "train @ --sample-top-k 5", "--sample-top-k|--sample-every", 2, 0},
         {"a stop beyond the end", NULL, "train @ --steps 3 --stop-at 4", "--stop-at|found 4|at most|3 steps", 2, 0},
+        {"a stop without training", NULL, "train @ --estimate --stop-at 2", "--stop-at|--estimate|found both", 2, 0},
+        {"samples of an estimate", NULL, "train @ --estimate --sample-every 2", "--sample-every|--estimate|found both", 2, 0},
+        {"a last rate of a constant one", NULL, "train @ --schedule constant --final-lr-frac 0.5", "--final-lr-frac|--schedule constant", 2, 0},
+        {"decay of no scale vectors", NULL, "train @ --variant noscale --wd-scale none", "--norm-scale off|--wd-scale", 2, 0},
+        {"empty --import", NULL, "train @ --import ''", "--import|\"\"|hf DIR", 2, 0},
+        {"empty --export", NULL, "train @ --export ''", "--export|\"\"|hf DIR", 2, 0},
+        {"empty --tokenizer", NULL, "train @ --tokenizer ''", "--tokenizer|\"\"|bytes", 2, 0},
         {"empty --model", NULL, "train @ --model ''", "--model|\"\"|tiny", 2, 0},
         {"empty --variant", NULL, "train @ --variant ''", "--variant|\"\"|unified", 2, 0},
         {"empty --out", NULL, "train @ --out ''", "--out|folder", 2, 0},
@@ -941,6 +948,15 @@ Test(cli, resume_finds_the_run) {
     GOOD("train --resume run --steps 8"); // a longer run
     GOOD("train @ --steps 8 --out whole");
     cr_expect(exists("run/step_00000008"));
+}
+
+// The folder of a list is that of its first file: validation shards are looked for there.
+Test(cli, a_list_in_a_folder) {
+    shell("mkdir -p d/e && cp train_1.bin train_2.bin d && cp train_2.bin d/val_1.bin && cp train_2.bin d/e/train_3.bin");
+    const char *out = GOOD("train @ --data d/train_1.bin,d/e/train_3.bin --val-data auto --steps 2 --val-every 2 --out run");
+    cr_expect(!strstr(out, "validation: none"), "no validation beside a list: %s", out);
+    out = GOOD("train @ --data d/val_1.bin,d/train_1.bin --val-data auto --steps 2 --out other");
+    cr_expect(strstr(out, "validation: none"), "a name of the second file was taken for the first's: %s", out);
 }
 
 // The names of a thousand shards must come back whole from a checkpoint.
