@@ -366,7 +366,7 @@ static void option_set(Config *cfg, int index, const char *text, enum Source sou
     }
     case TYPE_PLACEMENT: placement_parse((int *)field, text, source, where); break;
     case TYPE_FORMAT_DIR: // "hf DIR": the field is DIR
-        if ((text[0] || source == FROM_FLAG) && (strncmp(text, "hf ", 3) != 0 || !text[3])) { BAD_VALUE(source, "%s: found \"%s\", expected a format and a folder: hf DIR", where, text); }
+        if (text[0] && (strncmp(text, "hf ", 3) != 0 || !text[3])) { BAD_VALUE(source, "%s: found \"%s\", expected a format and a folder: hf DIR", where, text); }
         *(const char **)field = config_text(text[0] ? text + 3 : text);
         break;
     case TYPE_TEXT: {
@@ -494,6 +494,7 @@ static void config_parse_flags(Config *cfg, int argc, const char *const *argv) {
             if (i + 1 >= argc || strncmp(argv[i + 1], "--", 2) == 0) { USAGE("--%s: found no value, expected one (--%s=VALUE where it begins with --): %s", name, name, o->help); }
             value = argv[++i];
         }
+        if (o->type == TYPE_FORMAT_DIR && !value[0]) { USAGE("--%s: found \"\", expected a format and a folder: hf DIR", name); }
         char where[80], *words = NULL;
         snprintf(where, sizeof where, "--%s", name);
         if (o->type == TYPE_FORMAT_DIR && i + 1 < argc && strncmp(argv[i + 1], "--", 2) != 0) { value = words = text_format("%s %s", value, argv[++i]); }
@@ -542,7 +543,6 @@ static void config_resolve(Config *cfg) {
     if (given(cfg, "final-lr-frac") && cfg->schedule == SCHEDULE_CONSTANT) { USAGE("--final-lr-frac: found with --schedule constant, expected another: this one keeps its rate"); }
     if (!cfg->norm_scale) {
         if (given(cfg, "scale-lr")) { USAGE("--norm-scale off and --scale-lr contradict each other: there is no scale vector to train"); }
-        if (given(cfg, "wd-scale")) { USAGE("--norm-scale off and --wd-scale contradict each other: there is no scale vector to decay"); }
         if (cfg->hg) { USAGE("--norm-scale off and --hg on contradict each other: there is no scale vector to make heterogeneous"); }
         if (cfg->reparam) { USAGE("--norm-scale off and --reparam or|er contradict each other: there is no scale vector to reparameterize"); }
         for (int s = 0; s < NUM_SITES; s++) {

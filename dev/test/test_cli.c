@@ -519,7 +519,6 @@ Test(cli, bad_combinations) {
         {"a stop without training", NULL, "train @ --estimate --stop-at 2", "--stop-at|--estimate|found both", 2, 0},
         {"samples of an estimate", NULL, "train @ --estimate --sample-every 2", "--sample-every|--estimate|found both", 2, 0},
         {"a last rate of a constant one", NULL, "train @ --schedule constant --final-lr-frac 0.5", "--final-lr-frac|--schedule constant", 2, 0},
-        {"decay of no scale vectors", NULL, "train @ --variant noscale --wd-scale none", "--norm-scale off|--wd-scale", 2, 0},
         {"empty --import", NULL, "train @ --import ''", "--import|\"\"|hf DIR", 2, 0},
         {"empty --export", NULL, "train @ --export ''", "--export|\"\"|hf DIR", 2, 0},
         {"empty --tokenizer", NULL, "train @ --tokenizer ''", "--tokenizer|\"\"|bytes", 2, 0},
