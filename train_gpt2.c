@@ -506,7 +506,7 @@ static void config_parse_flags(Config *cfg, int argc, const char *const *argv) {
 // Fills in the values that depend on others and refuses contradictions. V may stay 0 until the data is open.
 static void config_resolve(Config *cfg) {
     char text[64];
-    if (given(cfg, "steps") && given(cfg, "tokens-per-param")) {
+    if (given(cfg, "steps") && given(cfg, "tokens-per-param") && cfg->tokens_per_param > 0) {
         USAGE("--steps and --tokens-per-param: found both, expected one: each sets the length of the run");
     }
     if (given(cfg, "steps")) { cfg->tokens_per_param = 0; }
