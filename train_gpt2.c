@@ -444,10 +444,10 @@ static const Preset *find_preset(const Preset *presets, int count, const char *n
 static int given(const Config *cfg, const char *name) { return cfg->source[find_option(name)] == FROM_FLAG; }
 
 static void presets_apply(Config *cfg) {
-    if (cfg->model[0] || given(cfg, "model")) {
+    if (given(cfg, "model")) {
         preset_apply(cfg, find_preset(model_presets, COUNT(model_presets), cfg->model, strlen(cfg->model), "--model"), FROM_MODEL, "--model");
     }
-    if (!cfg->variant[0] && !given(cfg, "variant")) { return; }
+    if (!given(cfg, "variant")) { return; }
     static const char *const governed[] = {"norm-scale", "hg", "placement", "reparam", "wd-scale"};
     for (int i = 0; i < COUNT(governed); i++) { // a variant says it all: nothing of a checkpoint's shines through
         int index = find_option(governed[i]);
@@ -531,13 +531,13 @@ static void config_resolve(Config *cfg) {
     if (cfg->total_batch % cfg->batch != 0) { USAGE("--total-batch %d --batch %d: expected total-batch to be a multiple of batch", cfg->total_batch, cfg->batch); }
     if (cfg->schedule == SCHEDULE_WSD && cfg->warmup + cfg->decay_frac > 1) { USAGE("--warmup %g --decay-frac %g: expected shares that sum to at most 1", cfg->warmup, cfg->decay_frac); }
     if (given(cfg, "decay-frac") && cfg->schedule != SCHEDULE_WSD) { USAGE("--decay-frac: found with --schedule %s, expected --schedule wsd, the one that has a final decay", option_text(cfg, find_option("schedule"), text, sizeof text)); }
-    enum { ADAMW = 1 << OPTIMIZER_ADAMW | 1 << OPTIMIZER_MUON, MUON = 1 << OPTIMIZER_MUON, SGD = 1 << OPTIMIZER_SGD }; // Muon leaves vectors to AdamW
-    static const struct { const char *flag; int optimizers; const char *names; } of_optimizers[] = {
-        {"beta1", ADAMW, "adamw or muon"}, {"beta2", ADAMW, "adamw or muon"}, {"eps", ADAMW, "adamw or muon"}, {"muon-momentum", MUON, "muon"}, {"sgd-momentum", SGD, "sgd"},
+    static const struct { const char *flag, *optimizers; } of_optimizers[] = { // Muon leaves vectors to AdamW
+        {"beta1", "adamw|muon"}, {"beta2", "adamw|muon"}, {"eps", "adamw|muon"}, {"muon-momentum", "muon"}, {"sgd-momentum", "sgd"},
     };
+    option_text(cfg, find_option("optimizer"), text, sizeof text);
     for (int i = 0; i < COUNT(of_optimizers); i++) {
-        if (given(cfg, of_optimizers[i].flag) && !(of_optimizers[i].optimizers >> cfg->optimizer & 1)) {
-            USAGE("--%s: found with --optimizer %s, expected %s, whose flag it is", of_optimizers[i].flag, option_text(cfg, find_option("optimizer"), text, sizeof text), of_optimizers[i].names);
+        if (given(cfg, of_optimizers[i].flag) && find_choice(of_optimizers[i].optimizers, text, strlen(text)) < 0) {
+            USAGE("--%s: found with --optimizer %s, expected %s, whose flag it is", of_optimizers[i].flag, text, of_optimizers[i].optimizers);
         }
     }
     if (given(cfg, "final-lr-frac") && cfg->schedule == SCHEDULE_CONSTANT) { USAGE("--final-lr-frac: found with --schedule constant, expected another: this one keeps its rate"); }
@@ -554,8 +554,7 @@ static void config_resolve(Config *cfg) {
     if (cfg->sample > 0 && !cfg->resume[0] && !cfg->import_dir[0]) { USAGE("--sample: found without --resume, expected --resume RUN or --import hf DIR, the model to sample from"); }
     if (cfg->export_dir[0] && !cfg->resume[0] && !cfg->import_dir[0]) { USAGE("--export: found without --resume, expected --resume RUN or --import hf DIR, the model to export"); }
     if (cfg->export_dir[0] && cfg->estimate) { USAGE("--export and --estimate: found both, expected one: an estimate loads no model"); }
-    if (given(cfg, "prompt") && cfg->sample == 0 && cfg->sample_every == 0) { USAGE("--prompt: found without --sample or --sample-every, expected one of them: it is where samples begin"); }
-    static const char *const of_samples[] = {"temperature", "sample-top-k"}, *const of_training[] = {"stop-at", "sample-every"};
+    static const char *const of_samples[] = {"prompt", "temperature", "sample-top-k"}, *const of_training[] = {"stop-at", "sample-every"};
     for (int i = 0; i < COUNT(of_samples); i++) {
         if (given(cfg, of_samples[i]) && cfg->sample == 0 && cfg->sample_every == 0) { USAGE("--%s: found without --sample or --sample-every, expected one of them: only samples have it", of_samples[i]); }
     }
@@ -3381,8 +3380,6 @@ static void sample_print(GPT *m, const Tokenizer *tokenizer, int64_t count, uint
     free(logits);
 }
 
-// The tokenizer of --tokenizer. auto: the one *.tiktoken file beside the data, else bytes where V is 256.
-// Returns 0 where there is none.
 // Length of the folder's name, with its slash, in --data; of a list in its first item.
 static int data_folder(const Config *cfg) {
     int length = (int)strcspn(cfg->data, ",");
@@ -3390,6 +3387,8 @@ static int data_folder(const Config *cfg) {
     return length;
 }
 
+// The tokenizer of --tokenizer. auto: the one *.tiktoken file beside the data, else bytes where V is 256.
+// Returns 0 where there is none.
 static int tokenizer_open(Tokenizer *tokenizer, const Config *cfg) {
     if (strcmp(cfg->tokenizer, "bytes") == 0) { tokenizer_bytes(tokenizer); return 1; }
     if (strcmp(cfg->tokenizer, "auto") != 0) { tokenizer_load(tokenizer, cfg->tokenizer); return 1; }

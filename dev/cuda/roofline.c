@@ -101,7 +101,6 @@ static double item_time(const Item *item, const Hardware *gpu) {
 
 // The flags of train_gpt2; V is 50304 unless given.
 static void read_config(Config *cfg, const char *program, int argc, const char *const *argv) {
-    memset(cfg, 0, sizeof *cfg);
     config_defaults(cfg);
     config_parse_flags(cfg, argc, argv);
     presets_apply(cfg);
